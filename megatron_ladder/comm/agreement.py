@@ -71,7 +71,8 @@ class Peers:
         """
         if self.board is not None:
             return self.board
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         # torchrun may already serve a store at that address; this variable indicates it.
         serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:

@@ -56,13 +56,13 @@ def read_rank_info() -> RankInfo:
 
     Raise a UserError if only some of the variables are set.
     """
-    found = [name for name in LAUNCHER_VARIABLES if name in os.environ]
-    if not found or "WORLD_SIZE" not in found:
+    present = [name for name in LAUNCHER_VARIABLES if name in os.environ]
+    if "WORLD_SIZE" not in present:
         return RankInfo(0, 1, 0)
-    if len(found) < len(LAUNCHER_VARIABLES):
-        missing = [name for name in LAUNCHER_VARIABLES if name not in found]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in present]
+    if missing:
         raise UserError(
-            f"the environment has {', '.join(found)} but not {', '.join(missing)}: "
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}: "
             "start with `deepspeed`, `torchrun`, or plain `python` for one process"
         )
     return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
@@ -134,7 +134,8 @@ def start_process_group(
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
-    peers, host = peers or Peers(), _find_host()
+    host = _find_host()
+    peers = peers or Peers()
     peers.agree(rank_info.rank, rank_info.world_size, host, settings or {}, (), timeout)
     peers.beat(rank_info.rank, 0)
     _choose_interface(host, peers.hosts)
@@ -156,7 +157,8 @@ def _limit_threads(device: torch.device, threads: int) -> None:
 
 def _find_host() -> Host:
     """Return this machine, with the address from which it reaches MASTER_ADDR, or raise a UserError."""
-    master, name = os.environ["MASTER_ADDR"], socket.gethostname()
+    master = os.environ["MASTER_ADDR"]
+    name = socket.gethostname()
     try:
         return Host(name, _address_towards(master))
     except OSError as error:
@@ -186,7 +188,7 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
     if ip_address(address).is_loopback and afar:
         address = _address_towards(afar[0])
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(known.address.partition("%")[0] == address for known in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
 
@@ -207,17 +209,19 @@ def from_rank_0(rank_info: RankInfo, peers: Peers, timeout_minutes: float, look:
     try:
         store = peers.open(rank_info.rank, rank_info.world_size, timedelta(minutes=timeout_minutes))
         if rank_info.rank == 0:
-            errors, value = ErrorCollector(), None
+            findings = None
+            errors = ErrorCollector()
             with errors.collect():
-                value = look()
+                findings = look()
+            text = json.dumps([errors.messages, findings])
             # The store accepts bytes, too, up to 8 MB.
-            store.set("found", zlib.compress(json.dumps([errors.messages, value]).encode()))  # type: ignore[arg-type]
-        messages, found = json.loads(zlib.decompress(store.get("found")))
+            store.set("findings", zlib.compress(text.encode()))  # type: ignore[arg-type]
+        messages, findings = json.loads(zlib.decompress(store.get("findings")))
     except dist.DistError as error:
         flags = "--load, --save, --distill-from and --streaming"
         raise LostPeerError(f"rank 0 sent no findings about {flags}: {error}", [0]) from error
     raise_user_errors(messages)
-    return found
+    return findings
 
 
 @contextlib.contextmanager

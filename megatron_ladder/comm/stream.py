@@ -109,7 +109,7 @@ def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Te
 
     if group.size == 1 or not torch.is_grad_enabled():
         return tensors
-    return _Border.apply(lambda *given: tuple(tensor.view_as(tensor) for tensor in given), sum_together, *tensors)
+    return _Border.apply(lambda *same: tuple(tensor.view_as(tensor) for tensor in same), sum_together, *tensors)
 
 
 def share_gradient(tensor: Tensor, group: CommGroup) -> Tensor:

@@ -247,7 +247,8 @@ class Watch:
 
     def step_done(self, iteration: int = 0) -> None:
         """Record progress; call this after every optimizer step."""
-        self._progress, self._iteration = time.monotonic(), iteration
+        self._progress = time.monotonic()
+        self._iteration = iteration
         step = timedelta(seconds=self._progress - self._step_began)
         self._step_began = self._progress
         if not self._stepped:

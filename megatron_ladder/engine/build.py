@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
@@ -117,10 +117,9 @@ def build_model(
     return model
 
 
-def build_engine(
-    run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
-) -> tuple[Engine, str]:
+def build_engine(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> tuple[Engine, str]:
     """Return the engine and a description of its optimizer; raises UserError for missing apex."""
+    config = deepspeed_json(run)
     groups = parameter_groups(model, run.optimizer)
     dtype = compute_dtype(run)
     engine: Engine

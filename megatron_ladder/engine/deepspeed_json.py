@@ -63,7 +63,8 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
 
     Its clipping is always off, because this package clips by the norm that it computes in every layout.
     """
-    stage, offload = int(run.parallel.zero_stage), run.parallel.offload_optimizer
+    stage = int(run.parallel.zero_stage)
+    offload = run.parallel.offload_optimizer
     values: dict[str, Any] = {
         "train_batch_size": run.global_batch_size,
         "train_micro_batch_size_per_gpu": run.training.micro_batch_size,
@@ -111,19 +112,19 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
     """Return the values of a file by dotted key, without blocks that are switched off; raises UserError."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--deepspeed_config {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--deepspeed_config {path}: not JSON: {error}") from None
-    if not isinstance(given, Mapping):
-        raise UserError(f"--deepspeed_config {path}: found a {type(given).__name__}, expected an object")
-    return dict(_leaves(given, ""))
+    if not isinstance(config, Mapping):
+        raise UserError(f"--deepspeed_config {path}: found a {type(config).__name__}, expected an object")
+    return dict(_leaves(config, ""))
 
 
-def _leaves(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values. Many files have sections for both precisions, one of them switched off."""
-    for key, value in given.items():
+    for key, value in section.items():
         if not isinstance(value, Mapping) or not value:
             yield prefix + key, value
             continue
@@ -132,10 +133,12 @@ def _leaves(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{key}.")
 
 
-def _merge(values: dict[str, Any], given: Mapping[str, Any], path: Path) -> Iterator[str]:
+def _merge(values: dict[str, Any], settings: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Add the settings of a file to `values`; yield one line per key that cannot be used."""
-    source, known, refused = f"--deepspeed_config {path}", [*values, *_SETTINGS], set[str]()
-    for key, value in given.items():
+    source = f"--deepspeed_config {path}"
+    known = [*values, *_SETTINGS]
+    refused: set[str] = set()
+    for key, value in settings.items():
         kind = _SETTINGS.get(key)
         block = next((name for name in _INSTEAD if f"{key}.".startswith(f"{name}.")), None)
         if block is not None:

@@ -45,7 +45,10 @@ class CapturedPasses:
     def __init__(self, module: LanguageModel, sharded: ShardedOptimizer, world: CommGroup, measures: bool) -> None:
         """With `measures`, graphs are kept only if all ranks can capture, and the slowest rank's fastest step gets
         faster."""
-        self._module, self._sharded, self._world, self._measures = module, sharded, world, measures
+        self._module = module
+        self._sharded = sharded
+        self._world = world
+        self._measures = measures
         self._first = _WARM_UP_STEPS + _MEASURED_STEPS * measures
         """Number of steps before the capture."""
         self._closed = False
@@ -105,7 +108,8 @@ class CapturedPasses:
             self._module.stack.partial_sums.expect(1)
         if not self._measures:
             raise UserError(f"--cuda-graph true: a step cannot be captured {problem}; use auto or false")
-        self._measures, self._closed = False, True
+        self._measures = False
+        self._closed = True
         text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {problem} ***"
         print_rank_0(text, self._world.rank)
         return False

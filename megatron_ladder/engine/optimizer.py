@@ -80,7 +80,8 @@ def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int) -> 
     The formulas are those of Megatron-LM's `OptimizerParamScheduler.get_lr`, with one difference: a step uses the rate
     of its own iteration. (Megatron sets the rate after a step, so the first step of a warm-up has the rate 0.)
     """
-    config, warmup = config.completed(train_iters), config.lr_warmup_iters
+    warmup = config.lr_warmup_iters
+    config = config.completed(train_iters)
     if iteration <= warmup:
         return config.lr if iteration == warmup else config.lr * iteration / warmup
     style: str = config.lr_decay_style

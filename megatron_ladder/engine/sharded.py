@@ -182,7 +182,8 @@ class ShardedOptimizer(ZeroOptimizer):
         self._gathers.clear()
         for bucket in self.buckets:
             bucket.streams.clear()
-        self.gathers_late, self._is_due = False, True
+        self.gathers_late = False
+        self._is_due = True
 
     @torch.no_grad()
     def _start_gather(self) -> None:

@@ -199,7 +199,8 @@ def gradient_norm(
     are added in fp64, because millions of squares of very different size would lose digits in fp32. The norm is not
     finite if any rank's copy of any element is not, counted or not, so a single corrupt copy is detected too.
     """
-    parts, counts = [], []
+    parts: list[Tensor] = []
+    counts: list[float] = []
     for span, section, elements in _parts(gradients):
         parts.append(elements)
         counts.append(float(span.owned and section.counted))

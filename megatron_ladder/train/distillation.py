@@ -66,7 +66,8 @@ def open_teacher(directory: Path) -> StoredTeacher:
 
 def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield one line for each reason why a model cannot teach that of a run."""
-    config, named, save = teacher.config, f"--distill-from {teacher.directory}", run.checkpoint.save
+    config = teacher.config
+    named = f"--distill-from {teacher.directory}"
     if config.vocab_size != run.model.vocab_size:
         yield (
             f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
@@ -90,6 +91,7 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer 
             f"{named}: the teacher has {config.max_position_embeddings} positions: use a --seq-length of at most "
             f"{config.max_position_embeddings}, not {run.training.seq_length}"
         )
+    save = run.checkpoint.save
     if save is not None and save.resolve() in (teacher.directory.resolve(), teacher.directory.resolve().parent):
         yield (
             f"{named}: is in --save {save}, where this run adds and removes checkpoints: give another --save, or a "

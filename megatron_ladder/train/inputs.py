@@ -65,7 +65,6 @@ class RunInputs:
     """A run whose values are all known, and everything that it reads, opened."""
 
     run: RunConfig
-    deepspeed: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     checkpoint: Checkpoint | None = None
     values: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +118,8 @@ def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
 
 def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
     """Look for checkpoints, teacher and input of --streaming, whose shards `own_shards` receives; create --save."""
-    findings, errors = Findings(), ErrorCollector()
+    findings = Findings()
+    errors = ErrorCollector()
     with errors.collect("--load"):
         checkpoint = look_for_checkpoint(flags)
         if checkpoint is not None:
@@ -171,15 +171,14 @@ def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInp
         errors.raise_if_any()
     flags, tokenizer, run = _complete(flags, checkpoint, rank_info.world_size)
     _check_machine(run, rank_info, errors)
-    deepspeed: dict[str, Any] = {}
     with errors.collect():
-        deepspeed = deepspeed_json(run)
+        deepspeed_json(run)
     if checkpoint is not None:
         errors.add(*model_differences(run, checkpoint))
         errors.add(*resume_problems(flags, run, checkpoint))
     errors.raise_if_any()
     values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
-    return RunInputs(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
+    return RunInputs(run=run, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
 
 
 def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], rank_info: RankInfo) -> RunInputs:

@@ -232,7 +232,8 @@ def _describe_loads(loads: Tensor) -> dict[str, float]:
     """
     if not len(loads):
         return {}
-    shares, experts = loads / loads.sum(-1, keepdim=True), loads.shape[-1]
+    experts = loads.shape[-1]
+    shares = loads / loads.sum(-1, keepdim=True)
     entropy = torch.special.entr(shares).sum(-1) / math.log(max(experts, 2))
     return {
         "largest expert load": float(shares.max()) * experts,
@@ -292,8 +293,8 @@ def recording_failures(record: RunRecord, peers: Peers) -> Iterator[None]:
     except Exception as error:
         # All ranks raise BadNumbersError; any other error may occur on one rank only.
         if record.rank == 0 or not isinstance(error, BadNumbersError):
-            reason, code = without_passwords(f"{type(error).__name__}: {error}"), int(exit_code_of(error))
-            record.write("stop", rank=record.rank, reason=reason, code=code)
+            reason = without_passwords(f"{type(error).__name__}: {error}")
+            record.write("stop", rank=record.rank, reason=reason, code=int(exit_code_of(error)))
         raise
 
 

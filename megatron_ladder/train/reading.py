@@ -24,7 +24,8 @@ def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: i
     On every pipeline stage, the first tensor-parallel rank reads and broadcasts to the others: a stage that embeds
     nothing and has no targets still needs document bounds, padding and the number of targets.
     """
-    mesh, (shape, rules) = trainer.mesh, _shape_and_rules(trainer)
+    mesh = trainer.mesh
+    shape, rules = _shape_and_rules(trainer)
     reader = None
     if source is not None and mesh.tensor.rank == 0:
         reader = SampleReader(source, shape, mesh.data.rank, consumed_samples, trainer.run.model.vocab_size)
@@ -38,7 +39,7 @@ def training_batches(
 
     The first rank of each model tokenizes streamed text and broadcasts to the model's other ranks.
     """
-    mesh, tokenizer, plan, reader = trainer.mesh, inputs.tokenizer, inputs.stream, None
+    mesh, tokenizer, plan = trainer.mesh, inputs.tokenizer, inputs.stream
     if plan is None:
         return sample_batches(trainer, inputs.sources.train, consumed_samples)
     assert tokenizer is not None
@@ -46,6 +47,7 @@ def training_batches(
     states = _stored_streams(plan, inputs.data, manifest)
     # Rank 0 has looked at files and asked a hub for all ranks.
     shards = mesh.world.broadcast_object(inputs.shards)
+    reader = None
     if mesh.model.rank == 0:
 
         def warn(text: str) -> None:

@@ -118,7 +118,8 @@ def save_lock(folder: Path, flag: str = "--save") -> Iterator[None]:
     """
     import psutil
 
-    path, where = folder / _LOCK_NAME, f"{flag} {folder}"
+    path = folder / _LOCK_NAME
+    where = f"{flag} {folder}"
     try:
         file = open(path, "a+b", buffering=0)  # noqa: SIM115
     except OSError as error:

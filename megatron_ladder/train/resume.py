@@ -77,11 +77,12 @@ def look_for_checkpoint(flags: RunFlags) -> Checkpoint | None:
 
 def look_into_save(flags: RunFlags) -> None:
     """Create --save, if it is given; raise UserError if the run cannot save there, or must not."""
-    save, errors = flags.checkpoint.save, ErrorCollector()
+    save = flags.checkpoint.save
     if save is None:
         return
     if is_published_name(save.name):
         raise UserError(f"--save {save}: is the name of a single checkpoint: give the directory above it")
+    errors = ErrorCollector()
     with errors.collect(), reporting_os_errors(f"--save {save}"):
         if is_hf_directory(save):
             errors.add(f"--save {save}: is a Hugging Face directory: give another")

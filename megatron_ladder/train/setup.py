@@ -82,7 +82,7 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     teacher = inputs.teacher
     distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
     model = build_model(run, mesh, device, span, distillation=distillation)
-    engine, optimizer_description = build_engine(run, model, inputs.deepspeed, mesh, device)
+    engine, optimizer_description = build_engine(run, model, mesh, device)
     peers.pipeline = mesh.pipeline
     guard = Guard(run.reliability)
     return Trainer(run, mesh, device, model, engine, optimizer_description, peers, inputs.eod_id, guard)
@@ -110,8 +110,8 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
     run = inputs.run
     settings = {flag_name(name): value for name, value in inputs.values.items()}
     if run.parallel.deepspeed_config is not None:
-        given = read_deepspeed_config(run.parallel.deepspeed_config)
-        settings |= {f"--deepspeed_config: {key}": value for key, value in given.items()}
+        config = read_deepspeed_config(run.parallel.deepspeed_config)
+        settings |= {f"--deepspeed_config: {key}": value for key, value in config.items()}
     data = dict(inputs.data)
     if inputs.stream is not None:
         # There may be many sources, so only their checksum is exchanged.

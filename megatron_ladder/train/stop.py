@@ -87,11 +87,13 @@ class Stopper:
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason, 1 or 0, to be summed over ranks."""
         received = self.signals.received if self.signals is not None else []
-        now, minutes, path = time.monotonic(), self.config.exit_duration_in_mins, self.config.kill_switch_file
+        now = time.monotonic()
+        path = self.config.kill_switch_file
         if path is not None and self.rank == 0 and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             with contextlib.suppress(OSError):
                 self._killed = path.exists()
+        minutes = self.config.exit_duration_in_mins
         late = minutes is not None and now - self.start > 60 * minutes
         return [float(vote) for vote in (*(number in received for number in _SIGNALS), late, self._killed)]
 

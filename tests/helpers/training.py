@@ -21,7 +21,6 @@ from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.data.samples import SampleRows, Samples
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
-from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.profile import named_for_profiler
@@ -94,7 +93,7 @@ def build_trainer_here(
     if weights is not None:
         with gathered(model.parameters(), written=True):
             fill_slices(model, weights)
-    engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
+    engine, adamw = build_engine(run, model, mesh, device)
     return Trainer(run, mesh, device, model, engine, adamw, guard=Guard(run.reliability))
 
 

@@ -69,7 +69,7 @@ OPERATIONS = replace(with_norm(_norm), attend=_attend)
 """The operations that run on CUDA, where they differ from those on the meta device."""
 
 
-def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord:
+def run_rank(run: RunConfig, rank: int) -> RankRecord:
     """Build a rank, run two steps, and return what it did. The process cannot run anything else afterwards."""
     # DeepSpeed prints its memory, of this host.
     sys.stdout = io.StringIO()
@@ -87,7 +87,7 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
         # The run, as on its devices.
         mesh = build_mesh(run)
         model = build_model(run, mesh, META, recorder.span, OPERATIONS)
-        engine, _ = build_engine(run, model, deepspeed, mesh, META)
+        engine, _ = build_engine(run, model, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine)
         if run.needs_deepspeed:
             from megatron_ladder.engine.deepspeed import DeepSpeedEngine

@@ -20,7 +20,6 @@ from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json
 from megatron_ladder.config.run import RunConfig, RunFlags
-from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.train.inputs import read_dry_run
 
@@ -81,7 +80,6 @@ def _shortened(run: RunConfig) -> RunConfig:
 
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
-    deepspeed = deepspeed_json(run)
     if run.needs_deepspeed:
         # DeepSpeed does not know the meta device by this name. Processes share what is imported here.
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -90,7 +88,7 @@ def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
     def run_alone(rank: int) -> RankRecord:
         """Run a rank in a process of its own, since DeepSpeed has global state."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
-            return process.submit(run_rank, run, deepspeed, rank).result()
+            return process.submit(run_rank, run, rank).result()
 
     ranks = _distinct_ranks(run)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
