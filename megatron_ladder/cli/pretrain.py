@@ -11,7 +11,7 @@ from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.errors import Problem, UserError, exit_code_of, run_program
 from megatron_ladder.flags import section_flags
 from megatron_ladder.train.record import RunRecord, read_record
-from megatron_ladder.train.stop import StopSignals
+from megatron_ladder.train.stop import stop_signals
 
 _DATA = [flag.field_name for flag in section_flags(DataConfig) if flag.on_resume == "data"]
 _NEEDED = {"--data-path": _DATA, "--tokenizer-type": ("tokenizer_type", "vocab_size")}
@@ -28,13 +28,13 @@ def main(argv: Sequence[str]) -> None:
         if not {"load", *names} & {*words.words, *words.faulty}:
             words.missing.append(Problem(flag, " is required without --load: see --help"))
     # Importing torch takes seconds, in which a signal would otherwise end the process.
-    with StopSignals() as signals, _recording_early_failures(words.words.get("save")):
+    with stop_signals() as received, _recording_early_failures(words.words.get("save")):
         # Several processes report their errors to each other, which needs torch.
         if os.environ.get("WORLD_SIZE", "1") == "1":
             to_flags(words)
         from megatron_ladder.train.loop import pretrain
 
-        pretrain(words, signals)
+        pretrain(words, received)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A run, from its command line to its last checkpoint; `api.py` opens runs with `open_run`, too."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ from megatron_ladder.train.reading import training_batches
 from megatron_ladder.train.record import RunRecord, save_lock
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import train_step
-from megatron_ladder.train.stop import Stopper, StopSignals
+from megatron_ladder.train.stop import Stopper
 
 
 @dataclass
@@ -98,8 +98,8 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
         print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
 
 
-def pretrain(words: FlagWords, signals: StopSignals | None = None) -> None:
-    """Run the training that a command line describes; `signals` request a graceful shutdown, if they are handled.
+def pretrain(words: FlagWords, received: Sequence[int] = ()) -> None:
+    """Run the training that a command line describes; `received` signals request a graceful shutdown.
 
     Raises UserError before anything starts; BadNumbersError after too many consecutive steps whose numbers were not
     finite; LostPeerError if another rank ended, or a collective timed out.
@@ -107,7 +107,7 @@ def pretrain(words: FlagWords, signals: StopSignals | None = None) -> None:
     start = time.monotonic()
     with open_run(words) as opened:
         config = opened.trainer.run
-        stopper = Stopper(config.reliability, signals, opened.trainer.mesh.world.rank, start)
+        stopper = Stopper(config.reliability, received, opened.trainer.mesh.world.rank, start)
         evaluations = Evaluations(opened.trainer, opened.inputs)
         run = _evaluate_loaded if config.logging.skip_train else _train
         opened.end = run(opened, evaluations, stopper)

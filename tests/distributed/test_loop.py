@@ -19,7 +19,7 @@ from megatron_ladder.train.inputs import RunInputs, SamplePrompt
 from megatron_ladder.train.loop import OpenRun
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.record import RunRecord, read_record
-from megatron_ladder.train.stop import Stopper, StopSignals
+from megatron_ladder.train.stop import Stopper
 from tests.helpers.pool import GlooPools
 from tests.helpers.tokens import write_tokens
 from tests.helpers.training import build_trainer_here
@@ -43,20 +43,20 @@ def train(
     The loss of step `bad_step` is not a number.
     """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
-    run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
+    run, rank, signals = trainer.run, dist.get_rank(), list[int]()
     sources = open_sources(data, OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
     def save_checkpoint(iteration: int, batches: Any, reason: str, final: bool) -> None:
         record.write_first("save", iteration=iteration)
         if iteration == signal_at and rank == 1:
-            signals.received.append(15)
+            signals.append(15)
 
     real, real_step = trainer.engine.run_passes, loop.train_step
 
     def run_passes(micro_batches: Any, trains: bool, **options: Any) -> Any:
         if in_evaluation and rank == 1 and not trains:
-            signals.received.append(15)
+            signals.append(15)
         return real(micro_batches, trains, **options)
 
     def step(trainer: Any, micro_batches: Any, iteration: int, votes: Any) -> Any:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.config.sections import ReliabilityConfig
-from megatron_ladder.train.stop import Stopper, StopSignals
+from megatron_ladder.train.stop import Stopper, stop_signals
 from tests.helpers.commands import Command, running
 from tests.helpers.patience import patient
 
 # Blocks in C without returning to the interpreter, like a rank that waits in a collective.
 PROGRAM = """
 import ctypes
-from megatron_ladder.train.stop import StopSignals
-with StopSignals():
+from megatron_ladder.train.stop import stop_signals
+with stop_signals():
     print("ready", flush=True)
     for _ in range(10):
         ctypes.CDLL(None).usleep(900000)
@@ -44,36 +44,36 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with StopSignals() as signals:
+        with stop_signals() as received:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             deadline = time.monotonic() + patient(5)
-            while not signals.received and time.monotonic() < deadline:
+            while not received and time.monotonic() < deadline:
                 time.sleep(0.01)
-        assert signals.received == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGINT, ignored)
 
 
 def test_the_vote_of_any_rank_ends_the_run() -> None:
-    signals = StopSignals()
-    asked = Stopper(ReliabilityConfig(), signals, 1, time.monotonic())
-    others = Stopper(ReliabilityConfig(), None, 0, time.monotonic())
+    received: list[int] = []
+    asked = Stopper(ReliabilityConfig(), received, 1, time.monotonic())
+    others = Stopper(ReliabilityConfig(), (), 0, time.monotonic())
     assert asked.votes() == others.votes() == [0.0] * 4
     assert others.reason([0.0] * 4, 7) is None
-    signals.received.append(signal.SIGINT)
+    received.append(signal.SIGINT)
     sums = [a + b for a, b in zip(asked.votes(), others.votes(), strict=True)]
     assert asked.reason(sums, 7) == others.reason(sums, 7) == "SIGINT"
 
 
 def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
-    late = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0), None, 0, time.monotonic() - 121)
+    late = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0), (), 0, time.monotonic() - 121)
     assert late.reason(late.votes()) == "--exit-duration-in-mins 2.0"
-    early = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0, exit_interval=3), None, 0, time.monotonic() - 119)
+    early = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0, exit_interval=3), (), 0, time.monotonic() - 119)
     assert [early.reason(early.votes(), step) is not None for step in range(7)] == [s in (3, 6) for s in range(7)]
     switch = tmp_path / "stop"
-    first, second = (Stopper(ReliabilityConfig(kill_switch_file=switch), None, rank, 0.0) for rank in (0, 1))
+    first, second = (Stopper(ReliabilityConfig(kill_switch_file=switch), (), rank, 0.0) for rank in (0, 1))
     assert first.votes() == [0.0] * 4
     switch.touch()
     first._looked -= 1.1
