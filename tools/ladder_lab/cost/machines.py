@@ -128,7 +128,8 @@ class LinkPreset:
             size = num_bytes / MEGABYTE
             steps = self.root * math.sqrt(size) + self.to_megabyte * min(size, 1.0)
             steps += self.per_step * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
-            parts = latency, steps, (per_byte or 0.0) * num_bytes
+            on_wire = 0.0 if per_byte is None else per_byte * num_bytes
+            parts = latency, steps, on_wire
         latency, steps, on_wire = (MICROSECOND * part for part in parts)
         return latency, steps, on_wire
 
