@@ -341,17 +341,26 @@ class _Work:
 
 
 class PlayedNccl(CommGroup):
-    """A group whose other ranks hold the same values; it has a stream, and keeps tensors until they are waited for."""
+    """A group whose other ranks hold the same values, and which keeps tensors until they are waited for.
+
+    It has a stream for collectives, and one for the messages of each pair, as each pair has a communicator.
+    """
 
     def __init__(self, size: int, checker: Checker) -> None:
         super().__init__(range(size), 0, None)
         self.checker = checker
         self._stream = checker.new_stream()
+        self._pair_streams: dict[int, Stream] = {}
 
-    def _start(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> _Work:
-        self._stream.wait_stream(self.checker.current)
-        self.checker.run_kernel(name, reads, writes, self._stream)
-        return _Work(self.checker, self._stream.record_event(), [*reads, *writes])
+    def _start(self, name: str, reads: list[Tensor], writes: list[Tensor], peer: int | None = None) -> _Work:
+        stream = self._stream
+        if peer is not None:
+            if peer not in self._pair_streams:
+                self._pair_streams[peer] = self.checker.new_stream()
+            stream = self._pair_streams[peer]
+        stream.wait_stream(self.checker.current)
+        self.checker.run_kernel(name, reads, writes, stream)
+        return _Work(self.checker, stream.record_event(), [*reads, *writes])
 
     def start_all_reduce(self, tensor: Tensor) -> _Work:
         return self._start("all_reduce", [], [tensor])
@@ -369,13 +378,13 @@ class PlayedNccl(CommGroup):
         return whole, self._start("all_gather", [tensor], [whole])
 
     def start_send(self, tensor: Tensor, target: int) -> _Work:
-        return self._start("send", [tensor], [])
+        return self._start("send", [tensor], [], target)
 
     def start_receive(self, into: Tensor, source: int) -> _Work:
         """Receive small numbers, which another process would have sent."""
         with _disable_current_modes():
             into.data.fill_(0.01)
-        return self._start("recv", [], [into])
+        return self._start("recv", [], [into], source)
 
     def all_reduce(self, tensor: Tensor, *_: Any) -> Tensor:
         self.checker.run_kernel("all_reduce", [], [tensor], self.checker.current)

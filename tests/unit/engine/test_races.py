@@ -120,16 +120,16 @@ def test_steps_neither_race_nor_break_a_capture(
     assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
 
 
-STAGE, CHUNKS = 1, [range(1, 2), range(3, 4)]
-"""The second of two stages of two chunks."""
+STAGE, CHUNKS = 1, [range(1, 2), range(4, 5)]
+"""The second of three stages of two chunks."""
 
 
 def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list[str]:
     """Return the faults of two steps of a pipeline stage with tensor parallelism, and of a forward pass."""
-    tensor, pipeline = PlayedNccl(TENSOR, checker), PlayedNccl(2, checker)
+    tensor, pipeline = PlayedNccl(TENSOR, checker), PlayedNccl(3, checker)
     pipeline.rank = STAGE
     mesh = replace(ProcessMesh.single(), tensor=tensor, pipeline=pipeline)
-    model = LanguageModel(replace(config_of(wiring), num_layers=4), mesh, chunks=CHUNKS, seed=1)
+    model = LanguageModel(replace(config_of(wiring), num_layers=6), mesh, chunks=CHUNKS, seed=1)
     group = {"params": [*model.parameters()]}
     optimizer = ShardedOptimizer(model, [group, {"params": []}], mesh, torch.float32, BUCKET_NUMBERS)
     optimizer.base = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
@@ -153,17 +153,24 @@ def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, mic
     assert faults_of_a_stage(checker, wiring, micro_batches) == []
 
 
-def test_a_receive_that_nobody_waits_for_is_found(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "in_training", "found"),
+    [("recv", True, "before stream"), ("send", True, "reuse of memory"), ("send", False, "reuse of memory")],
+)
+def test_a_message_that_nobody_waits_for_is_found(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch, message: str, in_training: bool, found: str
+) -> None:
+    """A receive before its tensor is read, and a send before the memory of its tensor serves another one."""
     start = PlayedNccl._start
 
-    def start_late(group: PlayedNccl, name: str, *tensors: Any) -> Any:
-        work = start(group, name, *tensors)
-        if name == "recv":
+    def start_late(group: PlayedNccl, name: str, *others: Any) -> Any:
+        work = start(group, name, *others)
+        if name == message and torch.is_grad_enabled() == in_training:
             work.end.clock.clear()
         return work
 
     monkeypatch.setattr(PlayedNccl, "_start", start_late)
-    assert any("before stream" in fault for fault in faults_of_a_stage(checker, "ladder", 2))
+    assert any(found in fault for fault in faults_of_a_stage(checker, "ladder", 5))
 
 
 def without_wait(partial: torch.Tensor, *_: object) -> InFlight:
