@@ -1,4 +1,4 @@
-# Prepares data, trains, generates and exports with the installed programs. Source it after examples/environment.sh:
+# Prepares data, trains (also with interleaved pipeline stages), generates and exports with the installed programs. Source it after examples/environment.sh:
 #
 #     source tests/programs.sh
 #     run_programs FOLDER         # with the programs of $ENVIRONMENT, in this folder, which must not exist
@@ -24,10 +24,13 @@ END
         megatron-ladder-preprocess-data --input "$part.jsonl" --output-prefix "data/$part" --append-eod \
             --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
     done
-    megatron-ladder-pretrain --residual-mode ladder --num-layers 2 --hidden-size 32 --num-attention-heads 2 \
-        --seq-length 32 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-iters 1 \
-        --train-data-path data/train_text_document --valid-data-path data/valid_text_document \
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --save checkpoints
+    local flags=(--residual-mode ladder --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2
+        --train-iters 3 --lr 1e-3 --eval-iters 1 --log-interval 1
+        --train-data-path data/train_text_document --valid-data-path data/valid_text_document
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model)
+    megatron-ladder-pretrain "${flags[@]}" --num-layers 2 --save checkpoints
+    torchrun --nproc-per-node 2 "$(command -v megatron-ladder-pretrain)" "${flags[@]}" --num-layers 4 \
+        --global-batch-size 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
     megatron-ladder-generate --model checkpoints --tp 2 --prompt "def " --max-new-tokens 8
     megatron-ladder-convert-checkpoint export --load checkpoints --hf exported
     test -s exported/model.safetensors
