@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the oldest torch that setup.py allows, in an environment that it creates first (6 GB, if the package index has no
-# CPU build): unit tests, every wiring on several ranks, dry runs, and the programs outside of the repository:
+# CPU build): unit tests, every wiring on several ranks, pipelines, dry runs, and the programs outside of the repository:
 #
 #     bash tests/oldest.sh
 #
@@ -22,6 +22,6 @@ CONSTRAINTS=$scratch/constraints.txt
 sed "s/^torch==.*/torch==$version/" constraints.txt >"$CONSTRAINTS"
 prepare_environment test
 TORCH_EXTENSIONS_DIR=$scratch/extensions OMP_NUM_THREADS=1 "$ENVIRONMENT/bin/python" -m pytest \
-    --basetemp "$scratch/pytest" tests/unit tests/distributed/test_{correctness,captured,dry_run}.py -m "not long"
+    --basetemp "$scratch/pytest" tests/unit tests/distributed/test_{correctness,captured,dry_run,pipeline}.py -m "not long"
 run_programs "$scratch/work"
 echo "torch $version works"

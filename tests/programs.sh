@@ -1,4 +1,5 @@
-# Prepares data, trains (also with interleaved pipeline stages), generates and exports with the installed programs. Source it after examples/environment.sh:
+# Prepares data, trains, also an interleaved pipeline, generates and exports with the installed programs. Source it after
+# examples/environment.sh:
 #
 #     source tests/programs.sh
 #     run_programs FOLDER         # with the programs of $ENVIRONMENT, in this folder, which must not exist
