@@ -153,10 +153,14 @@ class Branch:
         norms = (*self.head_norms, *self.latent_norms)
         return (*self.router, *inputs, *norms, *expansions, *self.output.tensors)
 
-    @cached_property
-    def weights_per_token(self) -> int:
-        """Numbers that one token multiplies with."""
-        of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, *self.expansions, self.output))
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All matrices but the router's."""
+        return (*self.inputs, *self.expansions, self.output)
+
+    def weights_per_token(self, ranks: int = 1) -> int:
+        """Return the numbers that one token multiplies with, on each of so many tensor-parallel ranks."""
+        of_experts = sum(matrix.weight.local_numel(ranks) for matrix in self.matrices)
         return of_experts // self.experts * self.experts_per_token + sum(tensor.numel for tensor in self.router[:1])
 
 
@@ -377,7 +381,7 @@ def active_parameters(model: ModelConfig) -> int:
     for layer in layer_tensors(model):
         for branch in itertools.chain.from_iterable(sub_block.branches for sub_block in layer):
             unused_experts = branch.experts - branch.experts_per_token
-            for matrix in (*branch.inputs, branch.output):
+            for matrix in branch.matrices:
                 unused += matrix.weight.numel // branch.experts * unused_experts
     return parameter_count(model).total - unused
 
@@ -440,7 +444,7 @@ class ModelFlops:
         flops: list[int] = []
         for layer in layer_tensors(self.model):
             branches = itertools.chain.from_iterable(sub_block.branches for sub_block in layer)
-            flops.append(sum(2 * s * (branch.weights_per_token + s * branch.score_width) for branch in branches))
+            flops.append(sum(2 * s * (branch.weights_per_token() + s * branch.score_width) for branch in branches))
         return tuple(flops)
 
     @property

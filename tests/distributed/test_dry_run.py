@@ -22,6 +22,10 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import SIZES, build_trainer_here
 
+LATENTS = (
+    "--num-key-value-heads 1 --kv-lora-rank 32 --q-lora-rank 16 --qk-nope-head-dim 4 --qk-rope-head-dim 4 "
+    "--v-head-dim 8"
+)
 RECIPE = [*SIZES, *"--train-iters 9 --lr 1e-3 --bf16 --residual-mode ladder --vocab-size 101".split()]
 LARGER = (
     "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 4 --hidden-size 2048 "
@@ -59,6 +63,7 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
         "--micro-batch-size 1 --global-batch-size 3",
         "--zero-stage 3",
         "--tensor-model-parallel-size 2 --num-experts 4 --moe-layers 1-2 --moe-router-enable-expert-bias",
+        f"--tensor-model-parallel-size 2 {LATENTS} --attention-output-gate --sequence-parallel",
     ],
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
@@ -123,6 +128,21 @@ def test_memory_of_experts_is_that_of_the_planner(
         f"--expert-sharding {sharding} --hidden-size 512 --num-attention-heads 8 --vocab-size 512"
     )
     dry_run(parse_run([*LARGER, *words.split(), *"--global-batch-size 2 --micro-batch-size 2".split()]), ranks)
+    report = capsys.readouterr().out
+    assert "planner" in report and "*** stage" not in report, report
+
+
+@pytest.mark.parametrize("value", [128, 96])
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
+def test_memory_of_latents_is_that_of_the_planner(
+    capsys: pytest.CaptureFixture[str], recompute: str, value: int
+) -> None:
+    """Values as wide as queries, and narrower ones, which are padded."""
+    words = (
+        "--tensor-model-parallel-size 4 --kv-lora-rank 512 --q-lora-rank 768 --qk-nope-head-dim 96 "
+        f"--qk-rope-head-dim 32 --v-head-dim {value} --attention-output-gate --vocab-size 512 {recompute}"
+    )
+    dry_run(parse_run([*LARGER, *words.split(), *"--global-batch-size 2 --micro-batch-size 2".split()]), 4)
     report = capsys.readouterr().out
     assert "planner" in report and "*** stage" not in report, report
 

@@ -18,9 +18,17 @@ SIZES = (
     "--vocab-size 4096 --global-batch-size 6"
 ).split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512"
+LATENTS = "--kv-lora-rank 96 --q-lora-rank 64 --qk-nope-head-dim 48 --qk-rope-head-dim 16 --v-head-dim 32"
 TOLERANCE = 0.005
 """Collectives of a few numbers that the planner leaves out."""
-KINDS = {"tensor": "tensor", "data": "data", "pipeline pair": "pipeline", "ends": "ends", "pipeline": "ends"}
+KINDS = {
+    "tensor": "tensor",
+    "kv_replica": "tensor",
+    "data": "data",
+    "pipeline pair": "pipeline",
+    "ends": "ends",
+    "pipeline": "ends",
+}
 """The planner's kind of what a group sends. With two stages, the ends are the pipeline."""
 
 
@@ -79,6 +87,25 @@ CLUSTERS = {
         3,
         f"--bf16 --residual-mode shortcut --num-layers 3 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
         "--moe-layers 0-2 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+    ),
+    "latents, gates and experts": Cluster(
+        8,
+        2,
+        f"--bf16 --residual-mode farskip --num-layers 3 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
+        f"--moe-layers 1,2 {LATENTS} --attention-output-gate --tensor-model-parallel-size 4 "
+        "--pipeline-model-parallel-size 2",
+    ),
+    "latents, recomputed, ZeRO 2": Cluster(
+        8,
+        4,
+        f"--residual-mode ladder-parallel --num-layers 2 {LATENTS} --tensor-model-parallel-size 2 --zero-stage 2 "
+        "--recompute-granularity full --global-batch-size 8",
+    ),
+    "key heads on several ranks, boxes of three": Cluster(
+        8,
+        3,
+        "--bf16 --residual-mode ladder --num-layers 2 --num-query-groups 2 --add-qkv-bias "
+        "--tensor-model-parallel-size 8",
     ),
     "no tensor parallelism": Cluster(
         16,

@@ -8,6 +8,10 @@ CUDA graphs are assumed, so that no launch is visible.
 A sub-block of a decode step reads its matrices and its part of the cache, or computes its products if that takes
 longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
 constants of kernels are those of an H100 and are assumed to hold for all GPUs.
+
+In a decode step, the matrix that expands latents multiplies queries and outputs of heads instead of earlier latents.
+That is as many products as for the latent of one token. Scores are products of whole latents. In prefill, latents are
+expanded.
 """
 
 import math
@@ -180,22 +184,34 @@ def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_b
         kind = "parallel"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
     for branch in sub_block.branches:
-        reading = _weights_read(branch, request.batch) / request.ranks * request.weight_bits / 8 / rate
-        flops = 2 * branch.weights_per_token * request.batch / request.ranks
+        reading = _weights_read(branch, request.batch, request.ranks) * request.weight_bits / 8 / rate
+        flops = 2 * branch.weights_per_token(request.ranks) * request.batch
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
         if branch.score_width:
-            seconds += request.batch * positions * _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
+            loading = _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
+            scoring = 2 * _decode_score_width(request.model, branch) / request.ranks
+            scoring /= FLOPS_SHARE * request.machine.gpu.peak_flops
+            seconds += request.batch * positions * max(loading, scoring)
     return seconds
 
 
-def _weights_read(branch: Branch, tokens: float) -> float:
-    """Return the numbers in the matrices that a step of so many tokens reads: those of the expected number of distinct
-    experts, if every expert is equally likely."""
+def _decode_score_width(model: ModelConfig, branch: Branch) -> int:
+    """Return `branch.score_width` in a decode step, where every latent of latent attention is key and value."""
+    if not model.is_latent:
+        return branch.score_width
+    return model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
+
+
+def _weights_read(branch: Branch, tokens: float, ranks: int) -> float:
+    """Return the numbers in a rank's matrices that a step of so many tokens reads.
+
+    They are those of the expected number of distinct experts, if every expert is equally likely.
+    """
     of_router = sum(tensor.numel for tensor in branch.router[:1])
     share = branch.experts_per_token / branch.experts
-    of_experts = (branch.weights_per_token - of_router) / share
+    of_experts = (branch.weights_per_token(ranks) - of_router) / share
     return of_experts * (1 - (1 - share) ** tokens) + of_router
 
 
@@ -206,7 +222,8 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
     seconds = 0.0
     for branch in sub_block.branches:
         # A flash kernel skips the masked half of the scores.
-        flops = tokens * 2 * (branch.weights_per_token + request.prompt * branch.score_width / 2) / request.ranks
+        scores = request.prompt * branch.score_width / 2 / request.ranks
+        flops = tokens * 2 * (branch.weights_per_token(request.ranks) + scores)
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
     return seconds + streams

@@ -20,6 +20,10 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
     sub-block          its input and the output of its norm         2 T h   (T h / t each with sequence parallelism)
     attention          queries and keys after rotary embedding,
                        q k v projected, the heads' output                            T d (3 Hq + 3 Hkv) / t
+    latent attention   latents and rotated key, the normed latents, whole on every rank
+                       queries and keys, keys and values expanded, the heads' output; queries projected if they
+                       have no latent; values and output again if they are padded to the width of keys
+    output gate        the gate, its sigmoid, and the gated output                   3 T d Hq / t
     MLP                gate and up, silu(gate), their product       4 T f / t
     experts            gate and up of k experts a token             2 T k f / t   (whole experts: a quarter more)
     recomputed         only its input                               T h
@@ -130,7 +134,7 @@ class _LayerNumbers(NamedTuple):
     matrices: int
     """Parameters in matrices, which Muon updates."""
     activations: float
-    """Numbers per token that are kept inside the sub-blocks, all of them cut over the tensor-parallel ranks."""
+    """Numbers per token that a rank keeps inside the sub-blocks."""
     temporary: float
     """Numbers per token that exist at once while backward runs through routed experts; other sub-blocks need few."""
 
@@ -140,27 +144,44 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> 
     numbers: list[_LayerNumbers] = []
     for layer in layer_tensors(model):
         branches = [branch for sub_block in layer for branch in sub_block.branches]
-        matrices = [matrix for branch in branches for matrix in (*branch.inputs, branch.output)]
+        matrices = [matrix for branch in branches for matrix in branch.matrices]
         numbers.append(
             _LayerNumbers(
                 sum(sub_block.parameters(tensor) for sub_block in layer),
                 sum(matrix.weight.local_numel(tensor) for matrix in matrices),
-                sum(_kept_inside(branch, tensor, whole_experts) for branch in branches),
+                sum(_kept_inside(model, branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
             )
         )
     return numbers
 
 
-def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
-    """Return the numbers per token that a rank keeps for backward inside a branch; queries, keys and gates twice,
-    before and after rotary embedding or SiLU, except the gates of routed experts."""
+def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: bool) -> float:
+    """Return the numbers per token that a rank keeps for backward inside a branch."""
     if branch.router:
         parts = 1 if whole_experts else ranks
         rows = kept_expert_rows(ranks) if whole_experts else 1.0
         return sum(matrix.weight.width(parts) for matrix in branch.inputs) * branch.experts_per_token * rows
-    twice = branch.inputs[: 2 if branch.score_width else 1]
-    return sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
+    kept = sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, branch.output))
+    if not branch.score_width:
+        # The gate after SiLU.
+        return kept + branch.inputs[0].weight.width(ranks)
+    if model.attention_output_gate:
+        kept += 2 * branch.output.weight.width(ranks)
+    if model.is_latent:
+        return kept + _kept_of_latents(model, branch, ranks)
+    # Queries and keys after rotary embedding.
+    return kept + sum(matrix.weight.width(ranks) for matrix in branch.inputs[:2])
+
+
+def _kept_of_latents(model: ModelConfig, branch: Branch, ranks: int) -> int:
+    """Return the numbers per token of what latent attention computes from its inputs and keeps."""
+    heads = model.num_attention_heads // ranks
+    queries_and_keys = 2 * model.head_dim
+    is_padded = model.value_dim < model.head_dim
+    # Values that are not padded are a part of what is expanded.
+    values = 2 * model.head_dim if is_padded else model.qk_nope_head_dim + model.value_dim
+    return sum(norm.numel for norm in branch.latent_norms) + heads * (queries_and_keys + values)
 
 
 def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:

@@ -2,7 +2,8 @@
 
     tensor     each micro-batch: an all-reduce of the stream for each output in forward and each input in backward, one
                for the embedding, and one for the head. With sequence parallelism, each is a reduce-scatter and an
-               all-gather, and backward gathers the inputs again
+               all-gather, and backward gathers the inputs again. The gradients of the matrices that make latents, and
+               of key and value heads that several ranks hold, are all-reduced over these ranks
     pipeline   each micro-batch and chunk, forward to the next stage and backward to the previous one: the stream, and
                the outputs that the first sub-block behind the cut misses, unreduced
     data       bytes per parameter of a GPU, w in its precision (bf16: 2):
@@ -13,8 +14,7 @@
     ends       once a step, if the embedding is tied and a pipeline holds it twice: all-reduce of its gradient, 4
 
 A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scatter), and twice that for an all-reduce.
-Left out are collectives of a few numbers (losses, norms, counts of tokens, routers), and those of key and value heads
-that several ranks hold.
+Left out are collectives of a few numbers (losses, norms, counts of tokens, routers).
 """
 
 from functools import lru_cache
@@ -31,8 +31,8 @@ from ladder_lab.cost.memory import (
     stage_parameters,
 )
 from ladder_lab.cost.placement import crosses, rank_groups
-from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import embedding_tensor
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.tensors import embedding_tensor, layer_tensors
 from megatron_ladder.blueprint.wiring import plan_reads
 
 
@@ -107,6 +107,18 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     return 2 * (borders + outputs + inputs)
 
 
+def shared_gradient_bytes(model: ModelConfig, layout: Layout, layer: int, precision: Precision = "bf16") -> list[int]:
+    """Return the bytes of each gradient that `key_value_replicas` neighbouring ranks sum in a micro-batch."""
+    if key_value_replicas(model, layout.tensor) == 1:
+        return []
+    return [
+        NUMBER_BYTES[precision] * tensor.local_numel(layout.tensor)
+        for sub_block in layer_tensors(model)[layer]
+        for tensor in sub_block.tensors
+        if tensor.heads and tensor.replicas(layout.tensor) > 1
+    ]
+
+
 def rank_traffic(
     model: ModelConfig,
     layout: Layout,
@@ -121,11 +133,24 @@ def rank_traffic(
     groups = rank_groups(layout, rank)
     stream = stream_bytes(model, layout, sequence, precision)
     of_tensor = micro_batches * stream * _tensor_gathers(model, layout, stage)
+    replicas = key_value_replicas(model, layout.tensor)
+    sharing = range(rank - rank % replicas, rank - rank % replicas + replicas)
+    of_sharing = (
+        2
+        * micro_batches
+        * sum(
+            sum(shared_gradient_bytes(model, layout, layer, precision))
+            for layers in stage_chunks(model, layout, stage)
+            for layer in layers
+        )
+    )
+    whole = _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box)
+    shared = _sent(sharing, _share(sharing) * of_sharing, per_box)
     gathered = gathered_bytes(layout, precision)
     per_parameter = gathered.gradients * (micro_batches if layout.zero >= 2 else 1)
     per_parameter += gathered.weights * (micro_batches if layout.zero == 3 else 1)
     sent = {
-        "tensor": _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box),
+        "tensor": Sent(whole.inside + shared.inside, whole.across + shared.across),
         "data": _sent(
             groups.data, _share(groups.data) * per_parameter * stage_parameters(model, layout, stage), per_box
         ),

@@ -4,8 +4,8 @@ A sub-block computes its matrix products at the share of the peak that products 
 memory `STREAM_PASSES` times. Backward takes twice as long; with recomputation the forward pass is repeated. The layers
 follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before a late
 sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights (q, k,
-v; gate, up), which take as long as their products in forward. The reduces of embedding and head are exposed in every
-wiring.
+v; gate, up), which take as long as their products in forward. The reduces of embedding and head, and those of gradients
+of latents or key heads that several ranks hold, are exposed in every wiring.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
 chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often.
@@ -34,8 +34,14 @@ from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, for
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_chunks, stage_parameters
 from ladder_lab.cost.placement import placement
-from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, state_bytes, stream_bytes
-from megatron_ladder.blueprint.model import ModelConfig
+from ladder_lab.cost.traffic import (
+    ends_bytes,
+    gathered_bytes,
+    shared_gradient_bytes,
+    state_bytes,
+    stream_bytes,
+)
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import ModelFlops, SubBlockTensors, layer_tensors, padded_vocab_size
 
 FLOPS_SHARE = 0.58
@@ -96,7 +102,7 @@ class LayerTime:
     def layers(self) -> list[tuple[SubBlockTime, ...]]:
         """The sub-blocks of each layer."""
         layout = self.layout
-        rate = self.machine.gpu.peak_flops * FLOPS_SHARE * layout.tensor
+        rate = self.machine.gpu.peak_flops * FLOPS_SHARE
         streams = STREAM_PASSES * self.stream_bytes / self.machine.gpu.memory_bytes_per_second
         if layout.sequence_parallel:
             streams /= layout.tensor
@@ -105,11 +111,12 @@ class LayerTime:
         def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
             products = (
-                branch.weights_per_token + self.sequence * branch.score_width / 2 for branch in sub_block.branches
+                branch.weights_per_token(layout.tensor) + self.sequence * branch.score_width / 2 / layout.tensor
+                for branch in sub_block.branches
             )
             flops = 2 * sum(products)
             inputs = sum(
-                matrix.weight.numel * branch.experts_per_token / branch.experts
+                matrix.weight.local_numel(layout.tensor) * branch.experts_per_token / branch.experts
                 for branch in sub_block.branches
                 for matrix in branch.inputs
             )
@@ -123,6 +130,21 @@ class LayerTime:
             )
 
         return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
+
+    @cached_property
+    def _shared_gradient_seconds(self) -> list[float]:
+        """Time of the sums of the gradients of each layer that several ranks hold."""
+        layout, replicas = self.layout, key_value_replicas(self.model, self.layout.tensor)
+        sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
+        spreads = placement(sharing, self.machine.per_box).tensor
+        return [
+            self.reduce_factor
+            * sum(
+                self.machine.all_reduce_seconds(num_bytes, spreads)
+                for num_bytes in shared_gradient_bytes(self.model, layout, layer)
+            )
+            for layer in range(self.model.num_layers)
+        ]
 
     @cached_property
     def wire(self) -> WireModel:
@@ -139,7 +161,8 @@ class LayerTime:
         key = tuple(self.layers[layers.start : layers.stop])
         if key not in self._passes:
             self._passes[key] = self._simulate([*chain.from_iterable(key)])
-        return self._passes[key]
+        compute, total = self._passes[key]
+        return compute, total + sum(self._shared_gradient_seconds[layers.start : layers.stop])
 
     def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)

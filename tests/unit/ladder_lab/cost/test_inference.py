@@ -70,6 +70,48 @@ def test_a_step_reads_the_weights_of_every_layer(batch: int) -> None:
     assert step(glm) - step(fast) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (8, 4), (16, 1)])
+def test_a_step_reads_whole_latents_and_the_matrices_that_make_them(ranks: int, batch: int) -> None:
+    """DeepSeek-V3 on memory so slow that only reading counts. Latents, their matrices and routers are whole."""
+    rate = 1e9
+    deepseek = replace(REQUEST, model=SIZES["deepseek-v3"], ranks=ranks, batch=batch, reduce_factor=0.0)
+    machines = [replace(H100, gpu=replace(H100.gpu, memory_bytes_per_second=one)) for one in (rate, 2 * rate)]
+    whole = 7168 * (1536 + 512 + 64)
+    of_heads = 128 * (1536 * 192 + 512 * (128 + 128) + 128 * 7168)
+    expert = 3 * 7168 * 2048
+    routed = 256 * (1 - (1 - 8 / 256) ** batch) + 1
+    mlps = (3 * 3 * 7168 * 18432 + 58 * routed * expert) / ranks + 58 * 256 * 7168
+    head = padded_vocab_size(129280, ranks) * 7168 / ranks
+    weights = 61 * (whole + of_heads / ranks) + mlps + head
+    cache = batch * 1100.5 * 576 * 61
+    expected = 2 * (weights / (0.923 if batch == 1 else 0.876) + cache) / rate
+    slow, fast = (step(replace(deepseek, machine=machine)) for machine in machines)
+    assert slow - fast == pytest.approx(expected / 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_scores_of_whole_latents_are_computed_where_that_takes_longer(ranks: int) -> None:
+    """All heads of a rank multiply their queries with 512 + 64 elements of every position, and weights with 512."""
+    deepseek = replace(REQUEST, model=SIZES["deepseek-v3"], ranks=ranks, reduce_factor=0.0)
+    later = replace(deepseek, prompt=deepseek.prompt + 1000)
+    flops = 2 * 1000 * 128 / ranks * (512 + 64 + 512)
+    seconds = max(flops / (0.62 * 989e12), 2 * 1000 * 576 / 3.35e12)
+    assert (seconds == flops / (0.62 * 989e12)) == (ranks == 1)
+    assert step(later) - step(deepseek) == pytest.approx(61 * seconds)
+
+
+def test_prefill_expands_latents() -> None:
+    """Rank 0 of 8 computes whole latents, and everything else for its 16 heads."""
+    deepseek = replace(REQUEST, model=SIZES["deepseek-v3"], ranks=8, reduce_factor=0.0, new_tokens=1)
+    fast = replace(deepseek, machine=replace(H100, gpu=replace(H100.gpu, peak_flops=2 * 989e12)))
+    whole = 7168 * (1536 + 512 + 64)
+    of_heads = 16 * (1536 * 192 + 512 * (128 + 128) + 128 * 7168 + 1000 * (192 + 128) / 2)
+    mlps = 3 * 3 * 7168 * 18432 / 8 + 58 * (9 * 3 * 7168 * 2048 / 8 + 256 * 7168)
+    flops = 2 * 1000 * (61 * (whole + of_heads) + mlps)
+    saved = predict_inference(deepseek).prefill - predict_inference(fast).prefill
+    assert saved == pytest.approx(flops / (0.62 * 989e12) / 2)
+
+
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize(
     ("link", "peers", "too_fast", "tolerance"),

@@ -74,6 +74,29 @@ def test_activations_are_those_of_a_real_forward_pass(
     assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
 
 
+LATENT = {"num_key_value_heads": 1, "kv_lora_rank": 80, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
+GATE = {"attention_output_gate": True}
+
+
+@pytest.mark.parametrize("wiring", ["farskip", "ladder-parallel"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GATE,
+        LATENT | {"q_lora_rank": 48, "v_head_dim": 16},
+        LATENT | {"q_lora_rank": 48, "v_head_dim": 32} | GATE,
+        LATENT | {"v_head_dim": 32} | GATE,
+        LATENT | {"v_head_dim": 16} | GATE,
+    ],
+)
+def test_activations_of_latents_and_gates_are_those_of_a_real_forward_pass(kind: dict[str, int], wiring) -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_layers": (2,)} if wiring == "farskip" else {}
+    model = NAMED_WIRINGS[wiring].of(replace(SMALL, **kind, **experts), 1)
+    counted = _layers_activation_bytes(model, Layout(micro_batch=2), 0, 128, "bf16")
+    counted += _head_activation_bytes(model, Layout(micro_batch=2), 128, "bf16")
+    assert counted == pytest.approx(kept_bytes(model, False, torch.bfloat16, 2, 64), rel=TOLERANCE)
+
+
 EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 512, "moe_layers": (0, 1, 2), "moe_router_topk": 4}
 
 
@@ -117,8 +140,9 @@ def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precisi
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("wiring", ["ladder", "parallel"])
-def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
-    model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
+@pytest.mark.parametrize("kind", [{"qk_layernorm": True}, LATENT | GATE | {"q_lora_rank": 48, "v_head_dim": 16}])
+def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, wiring) -> None:
+    model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), vocab_size=200, add_qkv_bias=True, **kind)
     replicas = CommGroup(range(key_value_replicas(model, tensor)), 0, None)
     mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
     with torch.device("meta"):

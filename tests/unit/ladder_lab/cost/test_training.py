@@ -116,6 +116,27 @@ def test_a_tied_embedding_is_summed_over_the_ends_of_a_pipeline() -> None:
     assert steps[0].bubble - steps[1].bubble == pytest.approx(seconds)
 
 
+def test_ranks_compute_whole_latents_and_sum_their_gradients() -> None:
+    """DeepSeek-V3 at TP 8: queries have 192 elements, of which 64 are the rotated key's, and values 128."""
+    model, layout = SIZES["deepseek-v3"], Layout(tensor=8)
+    whole, per_head = (1536, 512 + 64), 1536 * 192 + 512 * (128 + 128) + 128 * 7168
+    attention = 7168 * sum(whole) + 16 * (per_head + 4096 * (192 + 128) / 2)
+    flops = [attention + mlp for mlp in (3 * 7168 * 18432 / 8, 9 * 3 * 7168 * 2048 / 8 + 256 * 7168)]
+    stream = 2 * 4096 * 7168
+    compute = 3 * (2 * 4096 * (flops[0] + 3 * flops[1]) / (0.58 * 989e12) + 4 * 2 * 5.5 * stream / 3.35e12)
+    times = LayerTime(model, NO_CONTENTION, layout, 4096)
+    found, total = times.passes(range(2, 6))
+    assert found == pytest.approx(compute)
+    # In backward, a reduce runs under the gradient of its sub-block's column-parallel matrices.
+    columns = [sum(whole)] * 4 + [2 * 18432 / 8] + [9 * 2 * 2048 / 8] * 3
+    reduce, sums = times.reduce_seconds, (PRESETS["nvlink"].seconds(2 * 7168 * rows, 8) for rows in whole)
+    uncovered = (max(0.0, reduce - 2 * 4096 * 7168 * width / (0.58 * 989e12)) for width in columns)
+    assert total - found == pytest.approx(8 * reduce + sum(uncovered) + 4 * sum(sums))
+    assert ModelFlops(model, 4096).layers[0] == 2 * 4096 * (
+        7168 * sum(whole) + 128 * (per_head + 4096 * (192 + 128)) + 3 * 7168 * 18432
+    )
+
+
 def test_each_layer_counts_as_what_it_is() -> None:
     """The first of 46 layers is dense."""
     model = SIZES["glm-4.5-air"]
