@@ -9,8 +9,11 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from tests.docs.pages import ROOT, Fence, fences
 from tests.helpers.commands import free_port, run_command
+from tests.unit.convert.saved_models import MSCALES, YARN, save_model
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
@@ -104,6 +107,37 @@ def write_qwen(folder: Path) -> None:
     )
 
 
+def write_instella(folder: Path) -> None:
+    """Write `Instella-MoE-16B-A3B-Think/`, random and tiny, and `instella_text_document`, tokenized with it."""
+    directory = folder / "Instella-MoE-16B-A3B-Think"
+    sizes = {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+        "kv_lora_rank": 32,
+        "moe_intermediate_size": 32,
+    }
+    # Servers have tables for the extended positions only.
+    rope = YARN | MSCALES | {"factor": 32.0}
+    save_model(directory, "instella_moe", torch.bfloat16, rope_parameters=rope, **sizes)
+    shutil.copy(folder / "tokenizer.json", directory)
+    card = "---\nlicense: other\nlicense_name: researchrail\nlicense_link: LICENSE\n---\n"
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    (directory / "LICENSE").write_text("RESEARCH-ONLY RAIL Model License\n", encoding="utf-8")
+    _run(
+        folder,
+        "python tools/preprocess_data.py --input corpus.jsonl --output-prefix instella --append-eod "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {directory.name}",
+    )
+
+
 NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "text": (write_large_corpus,),
     "preprocess": (write_corpus, train_tokenizer),
@@ -112,6 +146,7 @@ NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "trained": (write_corpus, train_tokenizer, tokenize, train),
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
     "experts": (write_corpus, train_tokenizer, tokenize, write_qwen),
+    "instella": (write_corpus, train_tokenizer, write_instella),
     "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
 }
 """Session name up to the first dot -> functions that prepare its folder; other sessions start in an empty one."""
