@@ -13,6 +13,7 @@ from ladder_lab.cost.memory import (
     Precision,
     _head_activation_bytes,
     _layers_activation_bytes,
+    _orthogonal_parameters,
     stage_chunks,
     stage_memory,
     stage_parameters,
@@ -148,6 +149,8 @@ def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, 
     with torch.device("meta"):
         module = LanguageModel(model, mesh, device=torch.device("meta"))
     assert stage_parameters(model, Layout(tensor=tensor), 0) == sum(p.numel() for p in module.parameters())
+    matrices = sum(parameter.numel() for parameter in module.stack.parameters() if parameter.dim() > 1)
+    assert _orthogonal_parameters(model, Layout(tensor=tensor, muon=True), 0) == matrices
 
 
 def test_stages_hold_the_whole_model() -> None:

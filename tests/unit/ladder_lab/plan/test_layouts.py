@@ -68,6 +68,18 @@ def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 2.0), ("b", 2.0)]) == "tie: a, b"
 
 
+@pytest.mark.parametrize("model", ["instella-moe", "deepseek-v2-lite", "glm-4.7-flash"])
+def test_the_trainer_reads_the_model_of_a_plan_with_latent_attention(model: str) -> None:
+    asked = request_of(model, 16, 64, ("standard", "farskip"))
+    plans = best_of_each_grid(fitting_plans(asked))
+    assert {plan.wiring for plan in plans} == {"standard", "farskip"}
+    for plan in plans:
+        _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
+        words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
+        run = resolve_run(parse_run(words), asked.model.vocab_size, 16)
+        assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
+
+
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b"])
 def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     asked = replace(request_of(model, 64, 128), muon=model == "llama-1b")
