@@ -356,7 +356,7 @@ def _compare_logits(
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available
     if not plain and not own_code:
-        return f"logits were not compared: the code of a {model_type} directory is not trusted"
+        return f"logits were not compared: the code of this {model_type} directory is not trusted"
     if importlib.util.find_spec("transformers") is None:
         return "logits were not compared: transformers is not installed"
     if tensor_parallel_errors(model, 1):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
 
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.hf_config import hf_config, model_config_from_hf
+from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
 from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import (
     MSCALES,
@@ -61,7 +62,8 @@ def test_round_trips_are_bitwise_and_logits_those_of_transformers(
     family = type(save_model(hf, kind, dtype, max_shard_size="60KB", **changes))
     assert len(list(hf.glob("*.safetensors"))) > 1
     convert("import", "--hf", hf, "--save", ours, "--verify")
-    convert("export", "--load", ours, "--hf", back, "--max-shard-size", "100KB", "--verify")
+    words = ("--max-shard-size", "100KB", "--dtype", "bf16" if dtype == torch.bfloat16 else "fp32")
+    convert("export", "--load", ours, "--hf", back, *words, "--verify")
     assert_equal_bits(tensors_of(hf), tensors_of(back))
     biases = [tensor.dtype for name, tensor in tensors_of(back).items() if name.endswith("e_score_correction_bias")]
     assert all(dtype == torch.float32 for dtype in biases) and bool(biases) == (kind != "deepseek_v2")
@@ -122,7 +124,7 @@ def test_instella_keeps_its_wiring_and_licence(tmp_path: Path, capsys: pytest.Ca
     convert("import", "--hf", hf, "--save", ours, "--verify")
     printed = capsys.readouterr().out
     assert "instella_moe, " in printed and "wiring: farskip in all layers" in printed
-    assert "the code of a instella_moe directory is not trusted" in printed
+    assert "the code of this instella_moe directory is not trusted" in printed
     assert "remote code (auto_map) is ignored: the model is read as instella_moe" in printed
     convert("export", "--load", ours, "--hf", back)
     written = (back / "README.md").read_text()
@@ -234,7 +236,11 @@ def test_keys_of_the_types_are_those_of_their_authors() -> None:
     groups = model_config_from_hf(V2 | {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"})
     assert (groups.moe_router_num_groups, groups.moe_router_group_topk) == (8, 3)
     assert hf_config(groups, dtype="float32")["topk_method"] == "group_limited_greedy"
-    assert v2.moe_router_unnormalized and v2.moe_router_score_function == "softmax"
+    assert v2.moe_router_unnormalized and v2.moe_router_score_function == "softmax" and hf_type(v2) == "deepseek_v2"
+    # transformers rejects the first as a DeepSeek-V2, and normalises no choice of one.
+    for changes in ({"hidden_size": 2050}, {"moe_router_unnormalized": False}):
+        own = hf_config(replace(v2, **changes), dtype="float32")
+        assert own["model_type"] == "megatron_ladder" and own["kv_lora_rank"] == 512 and "gated_attention" not in own
     kinds = {"mlp_layer_types": ["dense"] + ["sparse"] * 26}
     without = {key: value for key, value in GLM.items() if key != "first_k_dense_replace"}
     glm = model_config_from_hf(GLM)
