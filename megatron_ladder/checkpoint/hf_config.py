@@ -11,303 +11,37 @@ two to find the type of a model.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import replace
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_magnitude
 from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.checkpoint.hf_types import (
+    AUTHORS_TYPE,
+    FIELDS,
+    GROUPS,
+    INSTELLA_TYPE,
+    LATENT,
+    OPTIONAL_ROPE_KEYS,
+    OWN_TYPE,
+    ROPE_FIELDS,
+    SIZES,
+    TRAITS,
+    TYPES,
+    UNREADABLE,
+    HFKeys,
+    HFRope,
+    type_of,
+)
 from megatron_ladder.errors import UserError, raise_user_errors
 
-OWN_TYPE = "megatron_ladder"
-"""`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
-AUTHORS_TYPE = "llamaLadder"
-"""`model_type` of the paper's authors: Llama, with `ladder_layers`. It is only read."""
-_INSTELLA_TYPE = "instella_moe"
-"""AMD's Instella-MoE: DeepSeek-V3, whose `model_type` it has, with gated attention in farskip. It is only read."""
-_INSTELLA_ARCHITECTURES = ["InstellaMoEForCausalLM"]
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
-_UNREADABLE = {
-    "longcat_flash": "experts that compute nothing",
-    "gpt_oss": "attention with sinks and sliding windows, and experts with biases and clamped activations",
-    "qwen2_moe": "a shared expert behind a gate",
-    "qwen3_next": "linear attention, and a shared expert behind a gate",
-    "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
-}
-"""Other well-known `model_type` with experts -> what they have that this package cannot compute."""
-
-_Size = Annotated[int, Meta(ge=1, lt=2**31)]
-_Count = Annotated[int, Meta(ge=0, lt=2**31)]
-
-
-class _Rope(Struct):
-    """One of the two spellings of a rotary embedding."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: _Size | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool | None = None
-    partial_rotary_factor: float | None = None
-
-
-class _Config(Struct):
-    """The keys that are read, with the fields of `ModelConfig` that have the same values, if their names differ.
-
-    Sizes must be present: the defaults of other programs are not assumed.
-    """
-
-    num_hidden_layers: _Size
-    hidden_size: _Size
-    intermediate_size: Annotated[_Size, "ffn_hidden_size"]
-    num_attention_heads: _Size
-    vocab_size: _Size
-    max_position_embeddings: _Size
-    rms_norm_eps: Annotated[float, "norm_epsilon"]
-    num_key_value_heads: _Size | None = None
-    head_dim: _Size | None = None
-    initializer_range: Annotated[float | None, "init_method_std"] = None
-    hidden_act: Literal["silu", "swish"] = "silu"
-    tie_word_embeddings: Annotated[bool | None, "tie_embeddings"] = None
-    attention_bias: Annotated[bool | None, "add_qkv_bias"] = None
-    attention_output_bias: Annotated[bool | None, "add_attention_output_bias"] = None
-    mlp_bias: Annotated[bool | None, "add_mlp_bias"] = None
-    qk_norm: Annotated[bool | None, "qk_layernorm"] = None
-    final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
-    sliding_window: _Size | None = None
-    use_sliding_window: bool | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
-    partial_rotary_factor: float | None = None
-    rope_theta: float | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
-    original_max_position_embeddings: _Size | None = None
-    num_experts: _Count | None = None
-    num_local_experts: Annotated[_Size | None, "num_experts"] = None
-    n_routed_experts: Annotated[_Size | None, "num_experts"] = None
-    num_experts_per_tok: Annotated[_Size | None, "moe_router_topk"] = None
-    moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
-    shared_expert_intermediate_size: Annotated[_Count | None, "moe_shared_expert_intermediate_size"] = None
-    n_shared_experts: _Count | None = None
-    scoring_func: Annotated[Literal["softmax", "sigmoid"] | None, "moe_router_score_function"] = None
-    norm_topk_prob: bool | None = None
-    routed_scaling_factor: Annotated[float | None, "moe_router_topk_scaling_factor"] = None
-    use_expert_bias: Annotated[bool | None, "moe_router_enable_expert_bias"] = None
-    n_group: Annotated[_Size | None, "moe_router_num_groups"] = None
-    topk_group: Annotated[_Size | None, "moe_router_group_topk"] = None
-    expert_layers: list[_Count] | None = None
-    decoder_sparse_step: _Size | None = None
-    mlp_only_layers: list[_Count] | None = None
-    first_k_dense_replace: _Count | None = None
-    moe_layer_freq: Any = None
-    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
-    num_nextn_predict_layers: _Count | None = None
-    use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
-    kv_lora_rank: _Size | None = None
-    q_lora_rank: _Size | None = None
-    qk_nope_head_dim: _Size | None = None
-    qk_rope_head_dim: _Size | None = None
-    v_head_dim: _Size | None = None
-    rope_interleave: bool | None = None
-    gated_attention: Annotated[bool | None, "attention_output_gate"] = None
-    farskip: bool | None = None
-    farskip_start_idx: _Count | None = None
-    farskip_end_idx: float | None = None
-    attn_only_farskip: bool | None = None
-    mlp_only_farskip: bool | None = None
-    ladder_layers: _Count | list[_Count] | None = None
-    residual_mode: str | None = None
-    residual_staleness: _Size | None = None
-    lanes: _Count | None = None
-    desync_interval: _Count | None = None
-    desync_tp: _Count | None = None
-
-
-def _fields_of_keys() -> dict[str, str]:
-    """Return the field of the model for each key of `_Config` that has its value: the annotated name, or the key's."""
-    model_fields = {known.name for known in fields(ModelConfig)}
-    found: dict[str, str] = {}
-    for key, hint in get_type_hints(_Config, include_extras=True).items():
-        annotated = [name for name in getattr(hint, "__metadata__", ()) if isinstance(name, str)]
-        name = annotated[0] if annotated else key
-        if name in model_fields:
-            found[key] = name
-    return found
-
-
-_FIELDS = _fields_of_keys()
-"""Key -> field of the model with the same value."""
-_ROPE_FIELDS = {
-    "default": {},
-    "linear": {"factor": "rope_scaling_factor"},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_max_position_embeddings",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-        "mscale": "rope_mscale",
-        "mscale_all_dim": "rope_mscale_all_dim",
-    },
-}
-"""`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
-_OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("num_key_value_heads", "head_dim")
-_TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings")
-_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
-_SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_factor", "use_expert_bias")
-_GROUPS = ("n_group", "topk_group")
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LATENT = (*_LATENT_SIZES, "q_lora_rank")
-_WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
-_NO_WINDOW = {"sliding_window": None}
-_UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Type:
-    """What a `model_type` has besides the keys of all types, `_SIZES` and `_TRAITS`."""
-
-    architecture: str = ""
-    """The class of a language model; "" for a type that is only read."""
-    required: tuple[str, ...] = ("num_key_value_heads",)
-    """Keys of all types that must be present, because the type has another default."""
-    experts: tuple[str, ...] = ()
-    """Keys of the experts, beginning with their number. They must be present, except for Qwen's dense layers."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are written with the same values for all models."""
-    same: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are written with the same values for all models, and cannot have others."""
-    keys: tuple[str, ...] = ()
-    """Other keys. Those of latent attention and of gates are written only for models that have them."""
-    has_output_bias: bool = False
-    """Whether `attention_bias` includes the output projection."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields in all models of the type."""
-    fixed_with_experts: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields in all models of the type that have experts."""
-    sliding_window: int | None = 4096
-    """The default of the key."""
-    rope_theta: float = 1e4
-    """The default of the key."""
-    partial_rotary_factor: float | None = None
-    """The default of the key; None for a type that rotates whole heads."""
-
-
-_LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
-_QWEN3 = _Type(
-    architecture="Qwen3ForCausalLM",
-    required=("num_key_value_heads", "head_dim"),
-    constants=_UNUSED_WINDOW,
-    keys=("attention_bias",),
-    has_output_bias=True,
-    fixed={"qk_layernorm": True},
-)
-_GLM_EXPERTS: tuple[str, ...] = ("n_routed_experts", *_EXPERTS, "norm_topk_prob", "routed_scaling_factor", *_GROUPS)
-_GLM_EXPERTS += ("n_shared_experts", "first_k_dense_replace")
-_DEEPSEEK_V3 = _Type(
-    architecture="DeepseekV3ForCausalLM",
-    required=_LATENT_SIZES,
-    experts=_GLM_EXPERTS,
-    constants={"num_nextn_predict_layers": 0},
-    same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
-    keys=(*_LATENT, "attention_bias"),
-    has_output_bias=True,
-    fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-)
-TYPES = {
-    "llama": _LLAMA,
-    "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW),
-    "qwen2": _Type(architecture="Qwen2ForCausalLM", constants=_UNUSED_WINDOW, fixed={"add_qkv_bias": True}),
-    "qwen3": _QWEN3,
-    "mixtral": _Type(
-        architecture="MixtralForCausalLM",
-        experts=("num_local_experts", "num_experts_per_tok"),
-        constants=_NO_WINDOW,
-        sliding_window=None,
-        rope_theta=1e6,
-    ),
-    "qwen3_moe": replace(
-        _QWEN3,
-        architecture="Qwen3MoeForCausalLM",
-        required=("num_key_value_heads",),
-        experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
-    ),
-    "glm4_moe": _Type(
-        architecture="Glm4MoeForCausalLM",
-        experts=_GLM_EXPERTS,
-        constants={"num_nextn_predict_layers": 0},
-        keys=("attention_bias", "use_qk_norm"),
-        fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        partial_rotary_factor=0.5,
-    ),
-    "deepseek_v2": replace(
-        _DEEPSEEK_V3,
-        architecture="DeepseekV2ForCausalLM",
-        experts=(*_GLM_EXPERTS, "topk_method"),
-        constants={},
-        # transformers ignores norm_topk_prob.
-        same={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "rope_interleave": True},
-        keys=(*_DEEPSEEK_V3.keys, "mlp_bias"),
-        fixed_with_experts={},
-    ),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "glm4_moe_lite": replace(
-        _DEEPSEEK_V3, architecture="Glm4MoeLiteForCausalLM", experts=(*_GLM_EXPERTS, "mlp_layer_types")
-    ),
-    OWN_TYPE: _Type(
-        architecture="MegatronLadderForCausalLM",
-        experts=("num_experts", *_EXPERTS, *_SCORES, *_GROUPS, "norm_topk_prob", "expert_layers"),
-        constants={
-            "auto_map": {
-                "AutoConfig": f"configuration_{OWN_TYPE}.MegatronLadderConfig",
-                "AutoModel": f"modeling_{OWN_TYPE}.MegatronLadderModel",
-                "AutoModelForCausalLM": f"modeling_{OWN_TYPE}.MegatronLadderForCausalLM",
-                "AutoModelForSequenceClassification": f"modeling_{OWN_TYPE}.MegatronLadderForSequenceClassification",
-            }
-        },
-        keys=(
-            *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
-            *(*_LATENT, "gated_attention"),
-        ),
-        partial_rotary_factor=1.0,
-    ),
-    AUTHORS_TYPE: replace(_LLAMA, architecture=""),
-    _INSTELLA_TYPE: replace(
-        _DEEPSEEK_V3,
-        architecture="",
-        required=(*_LATENT_SIZES, "farskip"),
-        keys=(*_DEEPSEEK_V3.keys, "gated_attention", "farskip"),
-    ),
-}
-"""`model_type` -> its keys. A model is written as the first type that expresses it."""
 
 _Errors = list[tuple[str, object, str]]
 """Key, what was found (None for a key that is missing or null), and what was expected."""
-
-
-def type_of(config: Mapping[str, Any]) -> str:
-    """Return the key of `TYPES`: the `model_type`, unless the class is that of Instella, which has DeepSeek-V3's."""
-    is_instella = config.get("architectures") == _INSTELLA_ARCHITECTURES
-    return _INSTELLA_TYPE if is_instella else str(config.get("model_type"))
 
 
 def model_config_from_hf(
@@ -320,7 +54,7 @@ def model_config_from_hf(
     model_type = type_of(config)
     errors = _Errors()
     if model_type not in TYPES:
-        lacking = _UNREADABLE.get(model_type)
+        lacking = UNREADABLE.get(model_type)
         reason = f"has {lacking}: " if lacking else ""
         raise UserError(
             f"{source}: model_type {config.get('model_type')!r}: {reason}only {', '.join(TYPES)} can be converted"
@@ -328,7 +62,7 @@ def model_config_from_hf(
     if config.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
     try:
-        read = msgspec.convert(config, _Config)
+        read = msgspec.convert(config, HFKeys)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
     row = TYPES[model_type]
@@ -349,7 +83,7 @@ def model_config_from_hf(
     errors += _unsupported(model_type, given)
     heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
-    values |= _copied(given, (*_SIZES, *_TRAITS, *row.keys))
+    values |= _copied(given, (*SIZES, *TRAITS, *row.keys))
     if "kv_lora_rank" in values:
         # Programs write different numbers.
         width = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
@@ -387,7 +121,7 @@ def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:
 
 def _copied(given: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """Return the fields that have the values of `keys`, without keys that are not given."""
-    return {_FIELDS[key]: given[key] for key in keys if key in given and key in _FIELDS}
+    return {FIELDS[key]: given[key] for key in keys if key in given and key in FIELDS}
 
 
 def _attentions_per_layer(residual_mode: str | None) -> int:
@@ -399,7 +133,7 @@ def _attentions_per_layer(residual_mode: str | None) -> int:
 def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> dict[str, Any]:
     """Return the fields of the experts; `count` is the number of layers."""
     row = TYPES[model_type]
-    numbers = {given[key] for key in given if _FIELDS.get(key) == "num_experts"} - {0}
+    numbers = {given[key] for key in given if FIELDS.get(key) == "num_experts"} - {0}
     if not row.experts or (model_type == OWN_TYPE and not numbers):
         return {}
     if len(numbers) != 1:
@@ -407,7 +141,7 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
     # Keys of other types have no meaning in this one.
     known = {key: given[key] for key in row.experts if key in given}
     if known.get("topk_method") == "greedy":
-        known |= dict.fromkeys(_GROUPS, 1)
+        known |= dict.fromkeys(GROUPS, 1)
     elif known.get("topk_method") == "noaux_tc":
         errors.append(("topk_method", "noaux_tc", f"greedy or group_limited_greedy in a {model_type} model"))
     optional = {"mlp_only_layers", "mlp_layer_types"}
@@ -445,7 +179,7 @@ def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors
     return sparse
 
 
-def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Errors) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], read: HFKeys, model_type: str, errors: _Errors) -> dict[str, Any]:
     """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
 
     If a file has both spellings, they must agree, since programs differ in which one they read.
@@ -457,14 +191,14 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
     for key, rope in (("rope_parameters", read.rope_parameters), ("rope_scaling", read.rope_scaling)):
         if key not in config:
             continue
-        rope = rope or _Rope()
+        rope = rope or HFRope()
         kind = rope.rope_type or rope.type or "default"
         if kind != (rope.type or kind):
             errors.append((f"{key}.type", rope.type, f"the same as rope_type, {kind!r}"))
         if any(isinstance(value, dict) for value in (config[key] or {}).values()):
             kind = "one for each kind of layer"
-        if kind not in _ROPE_FIELDS:
-            errors.append((f"{key}.rope_type", kind, " or ".join(_ROPE_FIELDS)))
+        if kind not in ROPE_FIELDS:
+            errors.append((f"{key}.rope_type", kind, " or ".join(ROPE_FIELDS)))
             continue
         thetas[f"{key}.rope_theta"] = rope.rope_theta
         parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
@@ -473,11 +207,11 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
         if kind in ("llama3", "yarn") and outer not in (None, original):
             errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
         numbers = msgspec.structs.asdict(rope) | {name: original}
-        required = _ROPE_FIELDS[kind].keys() - _OPTIONAL_ROPE_KEYS
+        required = ROPE_FIELDS[kind].keys() - OPTIONAL_ROPE_KEYS
         errors += [(f"{key}.{number}", None, "a number") for number in sorted(required) if numbers[number] is None]
         scaling = {
             name: getattr(ModelConfig, name) if numbers[number] is None else numbers[number]
-            for number, name in _ROPE_FIELDS[kind].items()
+            for number, name in ROPE_FIELDS[kind].items()
         }
         if kind == "yarn" and rope.factor is not None:
             errors += _yarn_errors(key, rope, rope.factor)
@@ -497,7 +231,7 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
     return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
 
 
-def _yarn_errors(key: str, rope: _Rope, factor: float) -> _Errors:
+def _yarn_errors(key: str, rope: HFRope, factor: float) -> _Errors:
     """Return what our YaRN would compute differently from transformers'."""
     errors = _Errors()
     if rope.truncate is False:
@@ -513,7 +247,7 @@ def _yarn_errors(key: str, rope: _Rope, factor: float) -> _Errors:
     return errors
 
 
-def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
+def _wiring(model_type: str, read: HFKeys, count: int, errors: _Errors) -> dict[str, Any]:
     """Return fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
     mode = read.residual_mode
     late = read.ladder_layers
@@ -528,7 +262,7 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
         return {}
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
-    if model_type == _INSTELLA_TYPE:
+    if model_type == INSTELLA_TYPE:
         layers = _instella_layers(read, count, errors)
         return {"residual_mode": "farskip" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:
@@ -547,7 +281,7 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
     return {"ladder_layers": layers, **({} if is_desync else {"desync_interval": 0, "desync_tp": None})}
 
 
-def _instella_layers(read: _Config, count: int, errors: _Errors) -> tuple[int, ...]:
+def _instella_layers(read: HFKeys, count: int, errors: _Errors) -> tuple[int, ...]:
     """Return the late layers of Instella, if they are those of our farskip.
 
     Behind a standard layer with experts, the first late attention of Instella misses these, and ours does not.
@@ -611,7 +345,7 @@ def hf_config(
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
-    absent = set() if model.is_latent else {*_LATENT}
+    absent = set() if model.is_latent else {*LATENT}
     if not model.attention_output_gate:
         absent.add("gated_attention")
     if row.experts and "moe_intermediate_size" not in row.experts:
@@ -622,9 +356,9 @@ def hf_config(
         "dtype": dtype,
         "torch_dtype": dtype,
         "transformers_version": _TRANSFORMERS,
-        **{key: values[key] for key in _SIZES},
+        **{key: values[key] for key in SIZES},
         "hidden_act": "silu",
-        **{key: values[key] for key in _TRAITS},
+        **{key: values[key] for key in TRAITS},
         "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": bos_token_id,
@@ -641,7 +375,7 @@ def hf_config(
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
-    values = {key: getattr(model, name) for key, name in _FIELDS.items()}
+    values = {key: getattr(model, name) for key, name in FIELDS.items()}
     if model.is_latent:
         # As in transformers, whose rotary embedding and cache read them.
         values |= {"num_key_value_heads": model.num_attention_heads, "head_dim": model.qk_rope_head_dim}
@@ -665,7 +399,7 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
     `with_part` adds the rotated part of each head, which is all of it in most types.
     """
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-    scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in _ROPE_FIELDS[kind].items()}
+    scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
         scaling["attention_factor"] = model.rotary_magnitude
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}

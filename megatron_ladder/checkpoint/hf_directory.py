@@ -19,7 +19,8 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
-from megatron_ladder.checkpoint.hf_config import OWN_TYPE, TYPES, model_config_from_hf, type_of
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, type_of
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer

@@ -25,7 +25,8 @@ from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
-from megatron_ladder.checkpoint.hf_config import OWN_TYPE, TYPES, hf_config, hf_type
+from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.tensor_file import box_key

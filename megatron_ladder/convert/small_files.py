@@ -17,8 +17,9 @@ from megatron_ladder.checkpoint.format import (
     end_ids,
     is_card_or_licence,
 )
-from megatron_ladder.checkpoint.hf_config import OWN_TYPE, hf_type
+from megatron_ladder.checkpoint.hf_config import hf_type
 from megatron_ladder.checkpoint.hf_directory import safe_path
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
