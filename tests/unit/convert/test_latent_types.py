@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
+from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import (
     MSCALES,
@@ -100,6 +101,8 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     printed = capsys.readouterr().out
     assert "remote code (auto_map) is ignored: the model is read as deepseek_v3" in printed
     assert f"{len(more)} tensors of layers that predict further tokens" in printed
+    assert all(f"*** {warning} ***" in printed for warning in open_model(hf, None, None).warnings)
+    assert len(open_model(hf, None, None).warnings) == 2
     convert("inspect", hf)
     assert f"{len(more)} of them in layers that an import drops" in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back", "--verify")
@@ -222,10 +225,14 @@ GLM = BASE | {"model_type": "glm4_moe_lite"}
 AMD = V3 | {"architectures": ["InstellaMoEForCausalLM"], "farskip": True, "gated_attention": True, "qk_layernorm": True}
 
 
+ODD = {"model_type": "odd", "ep_size": 8, "farskip_end_idx": 1e4}
+
+
 def test_the_published_instella_is_read() -> None:
     model = model_config_from_hf(AMD | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True})
     # The publisher's files have 31,725,581,824 bytes, with 2 for each number but 4 for the 26 x 64 biases of routers.
     assert parameter_count(model).total * 2 + 26 * 64 * 2 == 31_725_581_824
+    assert model == model_config_from_hf(AMD | {"model_type": "instella_moe"}) == model_config_from_hf(AMD | ODD)
     assert model.ladder_layers == tuple(range(27)) and model.moe_layers == tuple(range(1, 27))
     assert (model.num_key_value_heads, model.head_dim, model.qk_layernorm) == (1, 128, False)
 
