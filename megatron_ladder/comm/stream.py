@@ -114,27 +114,8 @@ def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Te
 
 def share_gradient(tensor: Tensor, group: CommGroup) -> Tensor:
     """Return `tensor`, which all ranks have computed alike; each rank gets an equal part of its gradient."""
-    return tensor if group.size == 1 else _with_gradient(tensor, lambda gradient: gradient / group.size)
-
-
-def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
-    """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
-
-    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only. A
-    weight that requires no gradient is returned unchanged: it may be packed, and packed weights have no views.
-    """
-
-    def sum_rows(gradient: Tensor) -> Tensor:
-        whole = gradient.clone()
-        whole[start:stop] = group.all_reduce(whole[start:stop].contiguous())
-        return whole
-
-    return weight if group.size == 1 or not weight.requires_grad else _with_gradient(weight, sum_rows)
-
-
-def _with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `tensor`, whose gradient `change` maps."""
+    if group.size == 1 or not tensor.requires_grad:
+        return tensor
     view = tensor.view_as(tensor)
-    if view.requires_grad:
-        view.register_hook(change)
+    view.register_hook(lambda gradient: gradient / group.size)
     return view

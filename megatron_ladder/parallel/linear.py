@@ -8,7 +8,6 @@ Shapes per rank, with t ranks, s positions, b samples:
 The walk of `model/sub_block.py` starts the sum of the partial sums over the ranks.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch.autograd import Function
 
 from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.stream import copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.parallel.layout import ParallelModule, Placement
-from megatron_ladder.parallel.products import InputGradient, linear
+from megatron_ladder.parallel.products import InputGradient, SharedRows, linear
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -38,10 +37,9 @@ class ColumnParallelLinear(ParallelModule):
         super().__init__(placement)
         self.linear = placement.linear
         self.sum_input_gradient = sum_input_gradient
-        self.kv_replica_group = placement.mesh.kv_replica
         self.widths = [matrix.weight.width(self.group.size) for matrix in matrices]
         self.biased = [matrix.bias is not None for matrix in matrices]
-        self._replicated = [matrix.weight.replicas(self.group.size) > 1 for matrix in matrices]
+        self._shared_rows = self._rows_of_several_ranks(matrices, placement)
         self.add_parameter("weight", [matrix.weight for matrix in matrices], placement)
         self.add_parameter("bias", [matrix.bias for matrix in matrices if matrix.bias is not None], placement)
 
@@ -51,13 +49,14 @@ class ColumnParallelLinear(ParallelModule):
         `input_gradient` receives the gradient of `hidden_states` with its sum over the group started, instead of
         autograd, which would wait for the sum.
         """
-        weight = self._sum_replicated(self.weight, self._replicated)
         bias = self._bias_of_all_columns()
-        if input_gradient is not None:
-            return linear(hidden_states, weight, bias, input_gradient)
-        if self.sum_input_gradient:
+        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters(recurse=False))
+        shared_rows = self._shared_rows if is_trained else None
+        if input_gradient is None and self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        return self.linear(hidden_states, weight, bias)
+        if input_gradient is None and shared_rows is None:
+            return self.linear(hidden_states, self.weight, bias)
+        return linear(hidden_states, self.weight, bias, input_gradient, shared_rows=shared_rows)
 
     def _bias_of_all_columns(self) -> Tensor | None:
         bias: Tensor | None = self.bias
@@ -67,16 +66,16 @@ class ColumnParallelLinear(ParallelModule):
             pairs = list(zip(self.biased, self.widths, strict=True))
             pieces = iter(bias.split([width for biased, width in pairs if biased]))
             bias = torch.cat([next(pieces) if biased else bias.new_zeros(width) for biased, width in pairs])
-        return self._sum_replicated(bias, list(map(operator.and_, self._replicated, self.biased)))
+        return bias
 
-    def _sum_replicated(self, parameter: Tensor, replicated: Sequence[bool]) -> Tensor:
-        """Return the parameter; the gradient of rows that several ranks hold is summed over these ranks."""
+    def _rows_of_several_ranks(self, matrices: Sequence[Matrix], placement: Placement) -> SharedRows | None:
+        bounds: list[tuple[int, int]] = []
         start = 0
-        for width, is_replicated in zip(self.widths, replicated, strict=True):
-            if is_replicated:
-                parameter = sum_gradient_rows(parameter, start, start + width, self.kv_replica_group)
+        for matrix, width in zip(matrices, self.widths, strict=True):
+            if matrix.weight.replicas(self.group.size) > 1:
+                bounds.append((start, start + width))
             start += width
-        return parameter
+        return SharedRows(bounds, placement.mesh.kv_replica) if bounds else None
 
 
 class RowParallelLinear(ParallelModule):

@@ -24,7 +24,7 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.races import EnoughMemory
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches, take_steps, train
+from tests.helpers.steps import LATENT, RECIPE, Batch, check_same, steps_of_batches, take_steps, train
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 3
@@ -143,6 +143,7 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
         ("--residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 3),
         ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
         ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
+        (f"{LATENT} --residual-mode ladder --tensor-model-parallel-size 2 --bf16 --attention-output-gate", 2),
         (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
         (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
     ],

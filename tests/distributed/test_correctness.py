@@ -20,6 +20,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue
 from tests.helpers.sharded import (
+    LATENT_WIDTHS,
     Pieces,
     assert_pieces,
     fill_slices,
@@ -116,16 +117,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 16,
     },
 }
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-    "num_key_value_heads": 1,
-    "head_dim": 10,
-    "qk_layernorm": False,
-    "rotary_percent": 1.0,
-}
+LATENT = LATENT_WIDTHS | {"qk_layernorm": False, "rotary_percent": 1.0}
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "gated": {"attention_output_gate": True},

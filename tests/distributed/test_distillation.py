@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_ladder.config.sections import TrainingConfig
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import RECIPE, STEPS, check_outcome, launch_of, plain_steps, steps_of_batches, train
+from tests.helpers.steps import LATENT, RECIPE, STEPS, check_outcome, launch_of, plain_steps, steps_of_batches, train
 from tests.helpers.training import TeacherInMemory, run_of
 from tests.reference import (
     LossAndGradients,
@@ -27,6 +27,7 @@ TEACHERS = {
     "ladder": "--residual-mode ladder --tie-embeddings --norm-epsilon 1e-3",
     "desync": "--residual-mode desync --desync-interval 4 --tensor-model-parallel-size 2",
     "lanes": "--residual-mode ladder --lanes 2",
+    "latent": f"{LATENT} --q-lora-rank 12 --attention-output-gate",
     "experts": "--residual-mode farskip --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-enable-expert-bias",
 }
 
@@ -75,6 +76,7 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
         ("2x1x2", "desync", "--zero-stage 3 --recompute-granularity full --distill-weight 0.3 --distill-temperature 3"),
         # One rank has all words.
         ("2x1x1", "lanes", "--sequence-parallel --vocab-size 101 --distill-temperature 0.25 --z-loss-coeff 0.02"),
+        ("2x1x2", "latent", f"{LATENT} --zero-stage 1 --attention-output-gate --lr 1e-3"),
         ("2x1x1", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
     ],
 )

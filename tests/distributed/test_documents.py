@@ -13,7 +13,7 @@ from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import check_outcome, launch_of, plain_steps
+from tests.helpers.steps import LATENT, check_outcome, launch_of, plain_steps
 from tests.helpers.training import build_trainer_here, weight_pieces
 from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
@@ -80,6 +80,7 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
         ("1x2x1", HYBRID, ALL, [0, 1]),
         ("1x1x2", "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
         ("2x2x1", HYBRID, ALL, [0, 2]),
+        ("2x1x1", f"{LATENT} --residual-mode ladder --attention-output-gate --no-qk-layernorm", ALL, [0]),
         ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
     ],
 )

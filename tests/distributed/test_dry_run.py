@@ -20,12 +20,9 @@ from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
+from tests.helpers.steps import LATENT
 from tests.helpers.training import SIZES, build_trainer_here
 
-LATENTS = (
-    "--num-key-value-heads 1 --kv-lora-rank 32 --q-lora-rank 16 --qk-nope-head-dim 4 --qk-rope-head-dim 4 "
-    "--v-head-dim 8"
-)
 RECIPE = [*SIZES, *"--train-iters 9 --lr 1e-3 --bf16 --residual-mode ladder --vocab-size 101".split()]
 LARGER = (
     "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 4 --hidden-size 2048 "
@@ -63,7 +60,7 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
         "--micro-batch-size 1 --global-batch-size 3",
         "--zero-stage 3",
         "--tensor-model-parallel-size 2 --num-experts 4 --moe-layers 1-2 --moe-router-enable-expert-bias",
-        f"--tensor-model-parallel-size 2 {LATENTS} --attention-output-gate --sequence-parallel",
+        f"--tensor-model-parallel-size 2 {LATENT} --q-lora-rank 12 --attention-output-gate --sequence-parallel",
     ],
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:

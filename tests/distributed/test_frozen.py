@@ -13,6 +13,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
 from tests.helpers.steps import (
+    LATENT,
     RECIPE,
     STEPS,
     Batch,
@@ -101,6 +102,7 @@ def train_with_torch(
         ("1x1x2", "--zero-stage 0 --optimizer muon"),
         ("2x1x2", "--zero-stage 1 --optimizer muon --residual-mode ladder"),
         ("1x1x2", "--zero-stage 2 --optimizer muon"),
+        ("2x1x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --q-lora-rank 12 --attention-output-gate"),
     ],
 )
 def test_frozen_parameters_stay_as_they_are(
@@ -149,6 +151,7 @@ def own_backward(words: str, frozen: str) -> tuple[dict[str, Tensor | None], dic
             "--residual-mode farskip --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-parallel-size 2 "
             "--moe-shared-expert-intermediate-size 8",
         ),
+        (2, f"{LATENT} --residual-mode ladder --q-lora-rank 12 --add-qkv-bias --tensor-model-parallel-size 2"),
         (2, "--residual-mode standard --add-mlp-bias --tie-embeddings --tensor-model-parallel-size 2"),
     ],
 )

@@ -5,7 +5,17 @@ import torch
 from torch import Tensor
 
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import RECIPE, STEPS, Batch, History, check_outcome, steps_of_batches, torch_steps, train
+from tests.helpers.steps import (
+    LATENT,
+    RECIPE,
+    STEPS,
+    Batch,
+    History,
+    check_outcome,
+    steps_of_batches,
+    torch_steps,
+    train,
+)
 from tests.helpers.training import run_of
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
@@ -60,6 +70,7 @@ def torch_training(
         (2, "--zero-stage 2 --muon-ns-steps 3 --muon-momentum 0.8"),
         (4, "--zero-stage 1 --tensor-model-parallel-size 2 --num-experts 5 --moe-ffn-hidden-size 40"),
         (2, "--zero-stage 0 --tensor-model-parallel-size 2 --num-experts 6 --expert-sharding experts"),
+        (4, f"{LATENT} --zero-stage 1 --tensor-model-parallel-size 2 --q-lora-rank 12 --attention-output-gate"),
         (2, "--zero-stage 2 --num-experts 3 --moe-shared-expert-intermediate-size 16"),
     ],
 )

@@ -14,6 +14,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import (
     GENTLE_RECIPE,
+    LATENT,
     RECIPE,
     Batch,
     check_outcome,
@@ -42,10 +43,6 @@ GLM = (
     "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01"
-)
-LATENT = (
-    "--num-key-value-heads 1 --kv-lora-rank 16 --qk-nope-head-dim 8 --qk-rope-head-dim 4 --v-head-dim 6 "
-    "--norm-epsilon 1e-3"
 )
 SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-ffn-hidden-size 8"
 """More experts than tokens of a micro-batch."""
@@ -171,6 +168,7 @@ def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, family: Family, 
         ("2x1x2", "--zero-stage 3 --bf16 --num-experts 4 --moe-router-enable-expert-bias"),
         ("2x1x2", "--bf16 --residual-mode desync --desync-interval 4"),
         ("1x1x2", "--zero-stage 1 --bf16 --residual-mode standard --optimizer muon"),
+        ("2x1x2", f"{LATENT} --zero-stage 1 --bf16 --q-lora-rank 12 --attention-output-gate"),
     ],
 )
 def test_resumed_steps_equal_uninterrupted_ones_bitwise(

@@ -20,7 +20,7 @@ from megatron_ladder.engine.build import build_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, mesh_of
-from tests.helpers.steps import RECIPE, steps_of_batches
+from tests.helpers.steps import LATENT, RECIPE, steps_of_batches
 from tests.helpers.training import CPU, build_trainer_here, deepspeed_is_started, own_batches, run_of, weight_pieces
 
 NOTHING_STAYS = {
@@ -122,6 +122,8 @@ def observe(argv: list[str]) -> Observed:
         (2, "--residual-mode desync --desync-interval 2 --recompute-granularity full"),
         (1, "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1"),
         (2, "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm"),
+        (2, "--residual-mode ladder --num-key-value-heads 1 --add-qkv-bias"),
+        (2, f"{LATENT} --residual-mode ladder --q-lora-rank 12 --attention-output-gate"),
     ],
 )
 def test_every_weight_is_gathered_before_its_use(

@@ -30,6 +30,17 @@ def mesh_of(
     return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas, tp_comm_max_ctas=tp_comm_max_ctas)
 
 
+LATENT_WIDTHS: dict[str, Any] = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+}
+"""Latent attention, for `small_model`."""
+
+
 def small_model(**changes: Any) -> ModelConfig:
     """Return a model of few layers with grouped queries and a vocabulary size that needs padding."""
     sizes: dict[str, Any] = {

@@ -45,6 +45,11 @@ History = list[tuple[float, ...]]
 """Loss, gradient norm and extra losses of every step."""
 STEPS = 3
 RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
+LATENT = (
+    "--num-key-value-heads 1 --kv-lora-rank 16 --qk-nope-head-dim 8 --qk-rope-head-dim 4 --v-head-dim 6 "
+    "--norm-epsilon 1e-3"
+)
+"""Latent attention, added to the sizes of the helpers' models."""
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
 
 

@@ -12,13 +12,13 @@ from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.stream import StreamLayout, copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.comm.stream import StreamLayout, copy_to_tensor_parallel_region
 from megatron_ladder.engine import sharded
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
-from megatron_ladder.parallel.products import SUM, InputGradient, add_product, linear
+from megatron_ladder.parallel.products import SUM, InputGradient, SharedRows, add_product, linear
 from tests.helpers.recording import Calls
 from tests.helpers.sharded import small_model
 from tests.unit.comm import fake_cuda
@@ -101,15 +101,23 @@ def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.M
 
 
 def test_sums_of_gradients_leave_the_incoming_gradient_unchanged() -> None:
-    group = DoublingGroup([])
-    for enter, expected in (
-        (lambda x: sum_gradient_rows(x, 1, 3, group), [1, 2, 2, 1]),
-        (lambda x: copy_to_tensor_parallel_region(x, group), [2, 2, 2, 2]),
-    ):
-        leaf, gradient = torch.zeros(4, 1, requires_grad=True), torch.ones(4, 1)
-        enter(leaf).backward(gradient)
-        assert leaf.grad is not None and leaf.grad.flatten().tolist() == expected
-        assert gradient.flatten().tolist() == [1, 1, 1, 1]
+    leaf, gradient = torch.zeros(4, 1, requires_grad=True), torch.ones(4, 1)
+    copy_to_tensor_parallel_region(leaf, DoublingGroup([])).backward(gradient)
+    assert leaf.grad is not None and leaf.grad.flatten().tolist() == [2, 2, 2, 2]
+    assert gradient.flatten().tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+def test_gradients_of_rows_that_several_ranks_hold_are_summed(frozen: str) -> None:
+    events: list[str] = []
+    shared_rows = SharedRows([(1, 2), (3, 4)], DoublingGroup(events))
+    parameters = {"weight": torch.zeros(4, 1, requires_grad=True), "bias": torch.zeros(4, requires_grad=True)}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name != frozen)
+    linear(torch.ones(3, 1), *parameters.values(), shared_rows=shared_rows).sum().backward()
+    for name, parameter in parameters.items():
+        assert name == frozen or (parameter.grad is not None and parameter.grad.flatten().tolist() == [3, 6, 3, 6])
+    assert events.count("start") == (2 if frozen else 4)
 
 
 def test_a_new_step_forgets_the_parts_of_a_pass_that_failed() -> None:
