@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.reference.attention import (
+    grouped_attention,
+    inverse_frequencies,
+    latent_attention,
+    latent_shapes,
+    linear,
+    rms_norm,
+    rotary_magnitude,
+)
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
 from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, layer_kinds, routed_experts
-from tests.reference.latent import latent_attention, latent_shapes
 
 Weights = Mapping[str, Tensor]
 
@@ -234,7 +242,7 @@ def reference_logits(
     """
     _check(weights, config)
     stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight, record)
-    normed = _rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
+    normed = rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
     logits = normed @ head.T
     cap = config.logit_soft_cap
@@ -353,57 +361,6 @@ def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: S
     return ids[len(prompt_ids) :]
 
 
-def inverse_frequencies(config: ReferenceConfig) -> list[float]:
-    """Return the radians per position of each rotated pair; d is the rotated part of a head.
-
-    none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
-    2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
-    below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength. yarn (Peng et
-    al., arXiv 2309.00071): as in DeepSeek's code, linearly in i between the indices, rounded outwards, that turn
-    beta_fast and beta_slow times in L positions.
-    """
-    rotated = config.rotary_width
-    plain = [config.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
-    factor, low, high = config.rope_scaling_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
-    if config.rope_scaling == "none":
-        return plain
-    if config.rope_scaling == "linear":
-        return [frequency / factor for frequency in plain]
-    if config.rope_scaling == "yarn":
-        ramp = _yarn_ramp(config, rotated)
-        return [(1 - part) * plain[i] + part * plain[i] / factor for i, part in enumerate(ramp)]
-    if config.rope_scaling != "llama3":
-        raise ValueError(f"rope_scaling {config.rope_scaling!r} is none of none, linear, llama3, yarn")
-    scaled = []
-    for frequency in plain:
-        periods = config.rope_original_max_position_embeddings * frequency / (2 * math.pi)
-        kept = min(1.0, max(0.0, (periods - low) / (high - low)))
-        scaled.append(kept * frequency + (1 - kept) * frequency / factor)
-    return scaled
-
-
-def _yarn_ramp(config: ReferenceConfig, rotated: int) -> list[float]:
-    """Return how far each frequency of YaRN is scaled, 0 to 1."""
-    length, base = config.rope_original_max_position_embeddings, config.rotary_base
-    # base^(-2i/d) L = 2 pi beta, solved for i.
-    fast, slow = (
-        rotated / 2 * math.log(length / (2 * math.pi * beta), base)
-        for beta in (config.rope_beta_fast, config.rope_beta_slow)
-    )
-    low, high = max(0.0, math.floor(fast)), min(rotated - 1.0, math.ceil(slow))
-    if low == high:
-        high += 0.001
-    return [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(rotated // 2)]
-
-
-def rotary_magnitude(config: ReferenceConfig) -> float:
-    """Return the factor on cosines and sines: 0.1 mscale ln(factor) + 1 of YaRN, over that of the other mscale."""
-    if config.rope_scaling != "yarn" or config.rope_scaling_factor <= 1:
-        return 1.0
-    log = math.log(config.rope_scaling_factor)
-    return (0.1 * config.rope_mscale * log + 1) / (0.1 * config.rope_mscale_all_dim * log + 1)
-
-
 def _sub_blocks(
     weights: Weights, layer: int, config: ReferenceConfig, sight: Sight | None, record: list[Routed] | None
 ) -> dict[str, SubBlock]:
@@ -435,7 +392,7 @@ def _sub_blocks(
 
     def sub_block(norm: str, of_kind: Sequence[SubBlock]) -> SubBlock:
         def compute(stream: Tensor) -> Tensor:
-            normed = _rms_norm(stream, weights[f"{prefix}.{norm}.weight"], config.norm_epsilon)
+            normed = rms_norm(stream, weights[f"{prefix}.{norm}.weight"], config.norm_epsilon)
             return functools.reduce(Tensor.add, (part(normed) for part in of_kind))
 
         return compute
@@ -443,18 +400,9 @@ def _sub_blocks(
     return {kind: sub_block(*parts[kind]) for kind in layer_kinds(config, layer)}
 
 
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + epsilon) * weight
-
-
-def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    y = x @ weights[f"{name}.weight"].T
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
-
-
 def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
-    gate, up = _linear(weights, f"{prefix}.gate_proj", x), _linear(weights, f"{prefix}.up_proj", x)
-    return _linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
+    gate, up = linear(weights, f"{prefix}.gate_proj", x), linear(weights, f"{prefix}.up_proj", x)
+    return linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
 
 
 def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None) -> Tensor:
@@ -467,45 +415,11 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
         turns = torch.polar(torch.full_like(angles, rotary_magnitude(config)), angles)
         mixed = latent_attention(weights, prefix, config, x, turns, visible)
     else:
-        mixed = _grouped_attention(weights, prefix, config, x, rotary_positions, visible)
+        mixed = grouped_attention(weights, prefix, config, x, rotary_positions, visible)
     mixed = mixed.flatten(2)
     if config.attention_output_gate:
-        mixed = mixed * torch.sigmoid(_linear(weights, f"{prefix}.gate_proj", x))
-    return _linear(weights, f"{prefix}.o_proj", mixed)
-
-
-def _grouped_attention(
-    weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, rotary_positions: Tensor, visible: Tensor
-) -> Tensor:
-    batch, length, _ = x.shape
-    heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    query = _linear(weights, f"{prefix}.q_proj", x).reshape(batch, length, heads, d)
-    key = _linear(weights, f"{prefix}.k_proj", x).reshape(batch, length, kv_heads, d)
-    value = _linear(weights, f"{prefix}.v_proj", x).reshape(batch, length, kv_heads, d)
-    if config.qk_layernorm:
-        query = _rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
-        key = _rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
-    query, key = _rotate(query, config, rotary_positions), _rotate(key, config, rotary_positions)
-
-    kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]
-    key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
-
-    scores = torch.einsum("bqnd,bknd->bnqk", query, key) / math.sqrt(d)
-    probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
-    return torch.einsum("bnqk,bknd->bqnd", probabilities, value)
-
-
-def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:
-    """Rotate the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency.
-
-    d is the rotated part of a head.
-    """
-    angle = position.double()[..., None] * torch.tensor(inverse_frequencies(config), dtype=torch.float64)
-    tables = (rotary_magnitude(config) * table for table in (torch.cos(angle), torch.sin(angle)))
-    cos, sin = (table[..., None, :].to(x.dtype) for table in tables)
-    rotated = 2 * cos.shape[-1]
-    first, second = x[..., :rotated].chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotated:]], dim=-1)
+        mixed = mixed * torch.sigmoid(linear(weights, f"{prefix}.gate_proj", x))
+    return linear(weights, f"{prefix}.o_proj", mixed)
 
 
 def _check(weights: Weights, config: ReferenceConfig) -> None:

@@ -150,6 +150,36 @@ def test_tensor_parallel_ranks_must_share_evenly() -> None:
     assert [key_value_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4)] == [1, 1, 2]
 
 
+LATENT: dict[str, Any] = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+def test_latent_attention() -> None:
+    config, errors = resolve(**LATENT, num_key_value_heads=None, residual_mode="ladder", lanes=4)
+    assert not errors
+    assert (config.num_key_value_heads, config.head_dim, config.rotary_dim, config.value_dim) == (1, 20, 8, 16)
+    assert ModelConfig.from_dict(config.to_dict(), "file") == config
+    assert resolve_model(config.to_flags(), 1000, 2048, 1, []) == config
+    # Lanes of a rank would share the latent.
+    assert not tensor_parallel_errors(config, 4)
+    (error,) = tensor_parallel_errors(config, 2)
+    assert error.startswith("--kv-lora-rank 32 with --lanes 4 on --tensor-model-parallel-size 2: the lanes share")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "--num-key-value-heads 2: all heads share one latent"),
+        ({"head_dim": 24}, "--head-dim 24: the sum of --qk-nope-head-dim and --qk-rope-head-dim"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5: --qk-rope-head-dim is the rotated part"),
+        ({"qk_layernorm": True}, "--qk-layernorm True: the latents are normed"),
+        ({"qk_rope_head_dim": 7}, "--qk-rope-head-dim 7 is odd"),
+    ],
+)
+def test_what_no_latent_attention_has(changes: dict[str, Any], message: str) -> None:
+    _, errors = resolve(**LATENT | {"num_key_value_heads": None} | changes)
+    assert any(message in error for error in errors)
+
+
 def test_the_stored_form_round_trips() -> None:
     config, _ = resolve(residual_mode="ladder", ladder_layers="3", qk_layernorm=True, rotary_base=5e5)
     stored = config.to_dict()
