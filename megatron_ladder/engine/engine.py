@@ -1,7 +1,7 @@
 """Passes over this rank's layers, in the order of its schedule."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Engine:
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with self.optimizer.keeping(unchanged):
+            with self.optimizer.keeping(unchanged) if unchanged else nullcontext():
                 yield
         finally:
             for parameter in frozen:

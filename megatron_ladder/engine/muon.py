@@ -145,24 +145,24 @@ class MuonWithAdamW(torch.optim.AdamW):
         `spans` are all that this rank's optimizer updates.
         """
         updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
-        held = [
-            _HeldPiece(piece, span.flat_master, span.offset + begin)
-            for span in spans
-            if id(span.flat_master) in updated
-            for piece, begin in _pieces(span, world.size)
-        ]
-        # The pieces of every rank.
-        everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in held]))
-        shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}
+        # By matrix.
+        held: dict[str, list[_HeldPiece]] = {}
+        for span in spans:
+            if id(span.flat_master) in updated:
+                for piece, begin in _pieces(span, world.size):
+                    part = _HeldPiece(piece, span.flat_master, span.offset + begin)
+                    held.setdefault(piece.name, []).append(part)
+        pieces = {name: [part.piece for part in parts] for name, parts in held.items()}
+        everyone: list[dict[str, list[_Piece]]] = world.broadcast_object(world.gather_objects(pieces))
+        shapes = {name: parts[0].shape for of_rank in everyone for name, parts in of_rank.items()}
         by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name][-2:]), name))
         self._world = world
         self._rounds = []
         for first in range(0, len(by_cost), world.size):
             # The matrix of each rank, in rank order.
             names = [*by_cost[first : first + world.size], *[""] * world.size][: world.size]
-            held_of_round = [[part for part in held if part.piece.name == name] for name in names]
-            assembled = [[piece for piece in pieces if piece.name == names[world.rank]] for pieces in everyone]
-            self._rounds.append(_Round(held_of_round, assembled))
+            assembled = [of_rank.get(names[world.rank], []) for of_rank in everyone]
+            self._rounds.append(_Round([held.get(name, []) for name in names], assembled))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -201,8 +201,8 @@ def _values(run: dict[str, Any]) -> dict[str, Any]:
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     """Return one line per difference between the run's model and order of samples and those of a checkpoint."""
     model = checkpoint.model()
-    stored, given = model.to_dict(), run.model.to_dict()
-    pairs = {name: (given[name], stored[name]) for name in stored if name not in _FREE_TO_CHANGE}
+    stored, resumed = model.to_dict(), run.model.to_dict()
+    pairs = {name: (resumed[name], stored[name]) for name in stored if name not in _FREE_TO_CHANGE}
     # Derived values are compared only if the wirings agree, and reported under the name of a flag.
     streams = pairs.pop("desync_tp")
     if model.residual_mode == run.model.residual_mode:
