@@ -102,47 +102,41 @@ class Predictor:
         return [of_rows[row, :, columns] for row, columns in positions]
 
 
-class Evaluations:
-    """The evaluations of a run. Every rank must make the same calls."""
+def evaluation_is_due(trainer: Trainer, inputs: RunInputs, iteration: int) -> bool:
+    """Return whether there is something to evaluate after a step."""
+    is_time = iteration == trainer.run.training.train_iters or iteration % trainer.run.logging.eval_interval == 0
+    return is_time and bool(inputs.sources.valid or inputs.sample_prompts)
 
-    def __init__(self, trainer: Trainer, inputs: RunInputs) -> None:
-        self._trainer, self._inputs = trainer, inputs
-        self._predictor = Predictor(trainer)
 
-    def are_due(self, iteration: int) -> bool:
-        """Whether there is something to evaluate after a step."""
-        is_time = iteration == self._trainer.run.training.train_iters
-        is_time = is_time or iteration % self._trainer.run.logging.eval_interval == 0
-        return is_time and bool(self._inputs.sources.valid or self._inputs.sample_prompts)
+def run_evaluations(
+    trainer: Trainer, inputs: RunInputs, iteration: int, log: RunLog, stops: Callable[[], str | None]
+) -> None:
+    """Evaluate the model after a step and report the results, until `stops` returns a reason; all ranks call it."""
+    for name, source in inputs.sources.valid.items():
+        with closing(sample_batches(trainer, source, 0)) as batches:
+            # Without another batch, `evaluate` ends with StopIteration.
+            remaining = takewhile(lambda _: not stops(), batches)
+            try:
+                loss = evaluate(trainer, remaining, trainer.run.logging.eval_iters)
+            except StopIteration:
+                return
+        log.validation(iteration, loss, name)
+    if inputs.sample_prompts and not stops():
+        log.samples(iteration, _continue_prompts(trainer, inputs))
 
-    def run(self, iteration: int, log: RunLog, stops: Callable[[], str | None]) -> None:
-        """Evaluate the model after a step and report the results, until `stops` returns a reason."""
-        prompts = self._inputs.sample_prompts
-        for name, source in self._inputs.sources.valid.items():
-            with closing(sample_batches(self._trainer, source, 0)) as batches:
-                # Without another batch, `evaluate` ends with StopIteration.
-                remaining = takewhile(lambda _: not stops(), batches)
-                try:
-                    loss = evaluate(self._trainer, remaining, self._trainer.run.logging.eval_iters)
-                except StopIteration:
-                    return
-            log.validation(iteration, loss, name)
-        if prompts and not stops():
-            log.samples(iteration, self._continue_prompts(prompts))
 
-    def _continue_prompts(self, prompts: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[str, str]]:
-        tokenizer = self._inputs.tokenizer
-        assert tokenizer is not None
-        # The file may differ between hosts.
-        prompts = self._trainer.mesh.world.broadcast_object(prompts)
-        generated = self._predictor.generate(
-            [ids for _, ids in prompts], self._trainer.run.logging.sample_tokens, self._inputs.end_ids
-        )
-        samples = []
-        for (prompt, ids), new_ids in zip(prompts, generated, strict=True):
-            # A model's vocabulary may be larger than its tokenizer's; the additional tokens have no text.
-            known = [number for number in new_ids if number < tokenizer.vocab_size]
-            # Some tokenizers drop the space before the first word.
-            text = tokenizer.decode([*ids, *known])[len(tokenizer.decode(ids)) :]
-            samples.append((prompt, text))
-        return samples
+def _continue_prompts(trainer: Trainer, inputs: RunInputs) -> list[tuple[str, str]]:
+    tokenizer = inputs.tokenizer
+    assert tokenizer is not None
+    # The file may differ between hosts.
+    prompts = trainer.mesh.world.broadcast_object(inputs.sample_prompts)
+    new_tokens = trainer.run.logging.sample_tokens
+    generated = Predictor(trainer).generate([ids for _, ids in prompts], new_tokens, inputs.end_ids)
+    samples = []
+    for (prompt, ids), new_ids in zip(prompts, generated, strict=True):
+        # A model's vocabulary may be larger than its tokenizer's; the additional tokens have no text.
+        known = [number for number in new_ids if number < tokenizer.vocab_size]
+        # Some tokenizers drop the space before the first word.
+        text = tokenizer.decode([*ids, *known])[len(tokenizer.decode(ids)) :]
+        samples.append((prompt, text))
+    return samples

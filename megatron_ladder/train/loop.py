@@ -20,7 +20,7 @@ from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.checkpoints import CheckpointSaver
-from megatron_ladder.train.evaluation import Evaluations
+from megatron_ladder.train.evaluation import evaluation_is_due, run_evaluations
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.log import (
     RunLog,
@@ -108,16 +108,15 @@ def pretrain(words: FlagWords, received: Sequence[int] = ()) -> None:
     with open_run(words) as opened:
         config = opened.trainer.run
         stopper = Stopper(config.reliability, received, opened.trainer.mesh.world.rank, start)
-        evaluations = Evaluations(opened.trainer, opened.inputs)
         run = _evaluate_loaded if config.logging.skip_train else _train
-        opened.end = run(opened, evaluations, stopper)
+        opened.end = run(opened, stopper)
 
 
-def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
+def _evaluate_loaded(opened: OpenRun, stopper: Stopper) -> str:
     """Evaluate the model of a checkpoint, and return why the run ends."""
     trainer, iteration = opened.trainer, opened.iteration
     with RunLog(trainer, iteration + 1, opened.record, trains=False) as log:
-        evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
+        run_evaluations(trainer, opened.inputs, iteration, log, partial(_agreed_stop_reason, trainer, stopper))
     reason = _agreed_stop_reason(trainer, stopper)
     if reason is None:
         return "evaluated"
@@ -125,7 +124,7 @@ def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper
     return reason
 
 
-def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
+def _train(opened: OpenRun, stopper: Stopper) -> str:
     """Train until --train-iters or a stop request, and return why the run ends."""
     trainer, record, iteration = opened.trainer, opened.record, opened.iteration
     run, rank, batches = trainer.run, trainer.mesh.world.rank, opened.batches
@@ -172,9 +171,10 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
                     reason = _save_checkpoint(opened, stopper, iteration, reason)
-            if evaluations.are_due(iteration):
+            if evaluation_is_due(trainer, opened.inputs, iteration):
                 with not_training():
-                    evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
+                    stops = partial(_agreed_stop_reason, trainer, stopper)
+                    run_evaluations(trainer, opened.inputs, iteration, log, stops)
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
     if run.checkpoint.save is None:

@@ -13,7 +13,6 @@ from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train import loop
-from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs, SamplePrompt
 from megatron_ladder.train.loop import OpenRun
@@ -73,7 +72,7 @@ def train(
         mock.patch.object(trainer.engine, "run_passes", run_passes),
     ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
-        reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
+        reason = run_opened(opened, stopper)
     record.write_first("stop", iteration=0, reason=reason, code=0)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.
