@@ -125,31 +125,19 @@ class PassClock:
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._marks: list[Any] = []
-        """Begin of the passes, begin and end of each wait, and end of the passes."""
+        """Begin and end of each stretch of passes, between which the rank waits."""
 
     def mark(self) -> None:
         """Record the current time, on CUDA that of the current stream."""
+        mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
         if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def wait(self, work: Work) -> None:
-        """Wait for a message."""
-        self.mark()
-        work.wait()
-        self.mark()
+            mark.record()
+        self._marks.append(mark)
 
     def seconds(self) -> tuple[float, float]:
         """Return the seconds without and with waits; zeros without marks. The device must have run them all."""
-        marks = self._marks
-        pairs = zip(marks[::2], marks[1::2], strict=True)
-        return sum(self._between(*pair) for pair in pairs), self._between(marks[0], marks[-1]) if marks else 0.0
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return 1e-3 * begin.elapsed_time(end) if self._is_cuda else end - begin
+        times = [self._marks[0].elapsed_time(mark) / 1e3 for mark in self._marks] if self._is_cuda else self._marks
+        return sum(times[1::2]) - sum(times[::2]), times[-1] - times[0] if times else 0.0
 
 
 Forward = Callable[[Pass, Tensor | None], Tensor]
@@ -180,7 +168,9 @@ def run_schedule(
         if work is not None:
             received, in_flight = arriving.pop(work, (None, None))
             if in_flight is not None:
-                clock.wait(in_flight)
+                clock.mark()
+                in_flight.wait()
+                clock.mark()
             key = work.chunk, work.micro_batch
             if work.is_forward:
                 if received is not None and backward is not None:
@@ -193,9 +183,12 @@ def run_schedule(
                 backward(left.pop(key), received)
                 entering = entered.pop(key)
                 result = None if entering is None else entering.grad
-        for _, in_flight in sent:
-            clock.wait(in_flight)
-        sent.clear()
+        if sent:
+            clock.mark()
+            for _, in_flight in sent:
+                in_flight.wait()
+            clock.mark()
+            sent.clear()
         for transfer in transfers:
             if transfer.source == pipeline.rank:
                 assert result is not None

@@ -174,7 +174,9 @@ def idle_shares(argv: list[str]) -> tuple[list[float | None], str]:
     batches = own_batches(trainer, steps_of_batches(1, 4)[0])
     rank = trainer.mesh.world.rank
     results = [train_step(trainer, batches, 1), train_step(trainer, batches, 2)]
+    clock = trainer.engine.clock
     trainer.engine.run_passes(batches, trains=False)
+    assert trainer.engine.clock is clock, "the clock of an evaluation replaced that of a step"
     trainer.engine.clock = StoppedClock(busy=5.0 - rank, whole=10.0 + rank)
     results.append(train_step(trainer, batches, 3))
     with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
