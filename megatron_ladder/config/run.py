@@ -16,7 +16,7 @@ from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.sections import OptimizerConfig, ParallelConfig, Sections, TrainingConfig
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, counted, raise_user_errors
 from megatron_ladder.flags import flag_name, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
@@ -277,9 +277,9 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         lowest = -(-layers // (stages * (layers // stages)))
         highest = (layers - 1) // stages
         if not lowest <= virtual <= highest:
-            fix = f"use a number from {lowest} to {highest}" if lowest <= highest else "leave it out"
-            text = f" {virtual} cuts each of {stages} stages into {ranges} ranges of --num-layers {layers}, not two or"
-            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text} more with a layer each: {fix}")
+            fix = f"use {' to '.join(map(str, sorted({lowest, highest})))}" if lowest <= highest else "leave it out"
+            text = f" {virtual} cuts each of {stages} stages of --num-layers {layers} into {counted(ranges, 'range')}"
+            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text}, not several with a layer each: {fix}")
     recomputed = training.recompute_num_layers
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")

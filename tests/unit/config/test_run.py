@@ -39,7 +39,9 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
     for layers in range(stages, 4 * stages + 2):
         ranges = {most: -(-layers // (stages * most)) for most in range(1, layers + 2)}
         possible = [most for most, count in ranges.items() if count > 1 and stages * count <= layers]
-        fix = f"use a number from {possible[0]} to {possible[-1]}" if possible else "leave it out"
+        fix = "leave it out"
+        if possible:
+            fix = f"use {possible[0]}" if len(possible) == 1 else f"use {possible[0]} to {possible[-1]}"
         for most in ranges:
             words = f"--num-layers {layers} --pipeline-model-parallel-size {stages} {flag} {most}"
             run, errors = read(words, stages)
