@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.helpers.patience import patient
 
 LIFETIME = 600
-"""Seconds after which a host ends if the test does not end it."""
+"""Seconds after which a host ends if the test does not end it, before `patient`."""
 _NEEDS_USER_NAMESPACE = os.geteuid() != 0
 
 
@@ -69,7 +69,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             else:
                 # Both are in the first one's user namespace, so that a cable may join them.
                 command = [*hosts[0].enter(()), "unshare"]
-            sleep = f"hostname {name} && echo ready && exec sleep {LIFETIME}"
+            sleep = f"hostname {name} && echo ready && exec sleep {patient(LIFETIME):g}"
             sleeper = subprocess.Popen(
                 [*command, "--net", "--uts", "sh", "-c", sleep],
                 stdout=subprocess.PIPE,
