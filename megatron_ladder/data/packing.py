@@ -29,7 +29,8 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     row_of = np.empty(len(lengths), np.int64)
     rows_with_room: list[list[NDArray[np.int64]]] = [[] for _ in range(room + 1)]
     # Bit r is set if some row has room for r tokens, so a shift finds the least sufficient room.
-    rooms = rows = begin = 0
+    rooms = 0
+    rows = begin = 0
     for negative, count in zip(present.tolist(), counts.tolist(), strict=True):
         length = -negative
         waiting = by_length[begin : begin + count]
@@ -109,7 +110,6 @@ class PackedSource(DatasetSamples):
         self.tokens = int(bounds[-1] - bounds[0])
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)
-        # Their rows.
         row_of = _pack(cut_lengths, seq_length + 1)
         by_row = np.argsort(row_of, kind="stable")
         self._conversations = present[by_row] + documents.start

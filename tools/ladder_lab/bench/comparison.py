@@ -122,7 +122,8 @@ class WiringComparison:
         directions = 2 if workload.case == "train" else 1
         always_waiting[message] -= directions * len(self.models["standard"].stack.sub_blocks())
         # What a collective costs the processor, or takes from the computation it overlaps with.
-        cost = contention = 0.0
+        cost = 0.0
+        contention = 0.0
         if self.options.device == "cpu":
             pairs = zip(times.seconds["no-comm"], times.seconds["standard"], strict=True)
             cost = max(0.0, statistics.median(b - a for a, b in pairs) / (reduces * workload.units))

@@ -268,7 +268,8 @@ def _layers_activation_bytes(
 
     Norms keep only their input, as that of torch does on CUDA.
     """
-    streams = sub_blocks = 0
+    streams = 0
+    sub_blocks = 0
     for layers in stage_chunks(model, layout, stage):
         _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
         sub_blocks += 1 + len(further)

@@ -156,7 +156,8 @@ def rank_traffic(
         ),
         "ends": _sent(groups.ends, _share(groups.ends) * 2 * ends_bytes(model, layout), per_box),
     }
-    forward_state = backward_state = 0.0
+    forward_state = 0.0
+    backward_state = 0.0
     for chunk in range(stage, layout.pipeline * layout.chunks, layout.pipeline):
         if chunk < layout.pipeline * layout.chunks - 1:
             forward_state += state_bytes(model, layout, sequence, chunk, precision)

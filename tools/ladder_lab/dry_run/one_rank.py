@@ -103,7 +103,8 @@ def run_rank(run: RunConfig, rank: int) -> RankRecord:
             return ()
 
         # Its steps.
-        start = last_step = 0
+        start = 0
+        last_step = 0
         for iteration in range(1, STEPS + 1):
             recorder.waits.clear()
             start = memory.position()

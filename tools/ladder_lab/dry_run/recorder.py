@@ -157,7 +157,8 @@ class _MemoryLog:
         address = storage._cdata
         if address in self._live:
             return
-        number = self._live[address] = len(self._sizes)
+        number = len(self._sizes)
+        self._live[address] = number
         self._sizes.append(storage.nbytes())
         self._events.append(number)
 

@@ -199,7 +199,8 @@ class EmulatedLink(CommGroup):
             begin = max(int(launched_ns) for launched_ns in message.launched_ns)
             if self._serial:
                 begin = max(begin, self._pair_free_ns[work.peer])
-            message.end_ns = self._pair_free_ns[work.peer] = begin + message.wire_ns
+            message.end_ns = begin + message.wire_ns
+            self._pair_free_ns[work.peer] = message.end_ns
         self._hold(work.end_ns, began)
 
     def _hold(self, end_ns: int, began_ns: int) -> None:
@@ -263,7 +264,8 @@ class EmulatedLink(CommGroup):
             begin = slots.last_launch_ns(work.number)
             if self._serial:
                 begin = max(begin, self._wire_free_ns)
-            work.end_ns = self._wire_free_ns = begin + work.wire_ns
+            work.end_ns = begin + work.wire_ns
+            self._wire_free_ns = work.end_ns
             work.combine(work.parts)
             slots.publish_delivered(work.number)
 

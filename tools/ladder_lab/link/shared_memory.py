@@ -42,7 +42,9 @@ def _map_shared(group: CommGroup, num_bytes: int) -> mmap.mmap:
     measurement pays for them and a full file system is an error here (on every rank) instead of a bus error later.
     """
     with contextlib.ExitStack() as stack:
-        path = error = memory = None
+        path = None
+        error = None
+        memory = None
         try:
             if group.rank == 0:
                 file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="megatron_ladder_", dir=SHARED_FOLDER))

@@ -111,12 +111,15 @@ class _Study:
         now: dict[str, Any] = self.settings()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            raise_user_errors(
-                f"{path}: {name.replace('_', ' ')}: was {json.dumps(old)}, now {json.dumps(now.get(name))}: give "
-                f"another --output-dir, or the same settings{' and further ones' if name in _EXTENSIBLE else ''}"
-                for name, old in before["settings"].items()
-                if now.get(name) != old and not (name in _EXTENSIBLE and set(old) <= set(now[name]))
-            )
+            problems = []
+            for name, old in before["settings"].items():
+                new = now.get(name)
+                is_extended = name in _EXTENSIBLE and set(old) <= set(now[name])
+                if new != old and not is_extended:
+                    further = " and further ones" if name in _EXTENSIBLE else ""
+                    text = f"{path}: {name.replace('_', ' ')}: was {json.dumps(old)}, now {json.dumps(new)}"
+                    problems.append(f"{text}: give another --output-dir, or the same settings{further}")
+            raise_user_errors(problems)
             # Trials were trained with the rates and for the lengths that were found before.
             self.chosen |= before["chosen"]
             self.step_times = before["step_times"]

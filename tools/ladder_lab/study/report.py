@@ -173,13 +173,17 @@ def _outcomes(runs: pd.DataFrame, unit: str) -> str:
         ]
         reached = [step for step in first_steps if step is not None]
         difference = differences.get(wiring)
-        interval = p = verdict = NOTHING
+        interval = NOTHING
+        p = NOTHING
+        verdict = NOTHING
         if difference is not None and not math.isnan(difference["low"]):
             interval = f"{_number(difference['low'], '+.4f')} to {_number(difference['high'], '+.4f')}"
             p = f"{adjusted[wiring]:.3f}"
-            better = "better" if difference["mean"] < 0 else "worse"
-            verdict = "no difference found" if difference["low"] <= 0 <= difference["high"] else better
-            verdict = f"**{verdict}**" if verdict == better and adjusted[wiring] <= 1 - CONFIDENCE else verdict
+            verdict = "better" if difference["mean"] < 0 else "worse"
+            if difference["low"] <= 0 <= difference["high"]:
+                verdict = "no difference found"
+            elif adjusted[wiring] <= 1 - CONFIDENCE:
+                verdict = f"**{verdict}**"
         rows.append(
             {
                 "wiring": wiring,

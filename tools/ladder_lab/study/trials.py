@@ -40,8 +40,10 @@ TRIALS_NAME = "trials"
 RESULT_NAME = "result.json"
 CHECKPOINTS = "checkpoints"
 OUTPUT_NAME = "output.txt"
-WARM_UP_SHARE = LAST_RATE_SHARE = 0.1
-"""Share of a trial's steps in which its learning rate rises; lowest rate at the end, as a share of the highest."""
+WARM_UP_SHARE = 0.1
+"""Share of a trial's steps in which its learning rate rises."""
+LAST_RATE_SHARE = 0.1
+"""The rate at the end, as a share of the highest."""
 SAVES = 4
 """Checkpoints of a trial while it runs; a killed trial loses the work since the last one."""
 LOG_LINES = 100
