@@ -16,7 +16,8 @@ launch what should hide it:
   waits before such an output.
 * `reading` is declared to be written by the hold. A sub-block whose input arrived before the latest launch, as that of
   the routed experts in farskip, is therefore not computed before it.
-* `partial` of a wait stays allocated until then, since another stream reads it.
+* `partial` of a wait stays allocated until then, since another stream reads it. A launch is declared to write it, since
+  a compiler could otherwise compute a cheap partial twice, and pass the second copy to the wait.
 """
 
 import weakref
@@ -154,7 +155,13 @@ def _hold(reading: Tensor, latest: Tensor) -> None:
 
 
 _library = torch.library.Library("ladder", "DEF")
-direct_register_custom_op("start", _start, fake_impl=lambda part, *_: part.new_empty(part.shape), target_lib=_library)
+direct_register_custom_op(
+    "start",
+    _start,
+    mutates_args=["partial"],
+    fake_impl=lambda partial, *_: partial.new_empty(partial.shape),
+    target_lib=_library,
+)
 direct_register_custom_op("wait", _wait, mutates_args=["buffer"], fake_impl=lambda *_: None, target_lib=_library)
 direct_register_custom_op("hold", _hold, mutates_args=["reading"], fake_impl=lambda *_: None, target_lib=_library)
 

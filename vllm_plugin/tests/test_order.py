@@ -69,23 +69,29 @@ def by_interval(steps: str) -> str:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sums_and_readings_are_not_copied(compiled: bool, one: Any) -> None:
-    ((sums, addresses, launched),) = one(three_sums, compiled)
-    assert sums == [4.0, 10.0, 0.0]
+    ((sums, addresses, launched, unchanged),) = one(three_sums, compiled)
+    assert sums == [4.0, 12.0, 0.0]
     assert addresses == launched
+    # A compiler could compute these partials twice, and overwrite the launched ones.
+    assert unchanged == [True] * 3
 
 
-def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int]]:
-    """Return three sums of two ranks with equal numbers, their addresses, and where the transport put them."""
+def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int], list[bool]]:
+    """Return three sums of two ranks with equal numbers, and their addresses.
+
+    Return also where the transport put them, and whether each launched partial is the same at its wait.
+    """
     from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
     group: Any = Mock(unique_name="doubling", device=torch.device("cpu"))
     all_reduces = AllReduces(group)
     launched: list[int] = []
+    unchanged: list[bool] = []
 
     def double(partial: Tensor) -> tuple[Tensor, Any]:
         buffer = 2 * partial
         launched.append(buffer.data_ptr())
-        return buffer, SimpleNamespace(wait=lambda: None)
+        return buffer, SimpleNamespace(wait=lambda: unchanged.append(torch.equal(2 * partial, buffer)))
 
     all_reduces.transport = double
 
@@ -93,13 +99,13 @@ def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int]]:
         pending = PendingOutputs(all_reduces)
         pending.launch(partial + 1)
         first = pending.pop(0)
-        pending.launch(first + partial)
+        pending.launch(1.5 * first)
         pending.hold(first)
         pending.launch(partial - 1)
         return [first, pending.pop(1), pending.pop(2)]
 
     sums = (torch.compile(forward, fullgraph=True) if compiled else forward)(torch.ones(2, 4))
-    return [found.unique().item() for found in sums], [found.data_ptr() for found in sums], launched
+    return [found.unique().item() for found in sums], [found.data_ptr() for found in sums], launched, unchanged
 
 
 def test_a_launch_follows_the_launch_before_it_whatever_was_received(one: Any) -> None:
