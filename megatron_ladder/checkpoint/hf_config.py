@@ -400,7 +400,8 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
     """
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in ROPE_FIELDS[kind].items()}
-    if kind == "yarn":
+    # Where it follows from both scales, vLLM's DeepSeek would ignore these for a factor of 1.
+    if kind == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
         scaling["attention_factor"] = model.rotary_magnitude
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
     return {

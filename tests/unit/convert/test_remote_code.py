@@ -97,6 +97,8 @@ def test_yarn_of_published_models() -> None:
     deepseek = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
     read = model_config_from_hf(plain | {"rope_scaling": YARN | deepseek})
     assert (read.rotary_magnitude, read.rope_mscale_all_dim) == (1.0, 1.0)
+    assert "attention_factor" not in hf_config(read, dtype="float32")["rope_parameters"]
+    assert hf_config(expected, dtype="float32")["rope_parameters"]["attention_factor"] == expected.rotary_magnitude
 
 
 OWN = {"model_type": "megatron_ladder", "residual_mode": "ladder"}
