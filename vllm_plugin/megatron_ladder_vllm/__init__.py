@@ -32,12 +32,14 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.deployment import DeploymentRules
+    from megatron_ladder_vllm.deployment import DeploymentRules, ModelSizes
 
     # transformers prefers a registered class to the code in the model's directory, so that code is never run.
     AutoConfig.register(MegatronLadderConfig.model_type, MegatronLadderConfig, exist_ok=True)
     # By name: importing the module would initialise CUDA before vLLM forks.
     ModelRegistry.register_model(_ARCHITECTURE, f"megatron_ladder_vllm.model:{_ARCHITECTURE}")
     MODELS_CONFIG_MAP[_ARCHITECTURE] = DeploymentRules
+    MODEL_ARCH_CONFIG_CONVERTORS[MegatronLadderConfig.model_type] = ModelSizes

@@ -14,12 +14,28 @@ from vllm.config.vllm import OptimizationLevel
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 _WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _READ_INNER_STATES = ("eagle3", "dflash", "dspark", "extract_hidden_states")
 """Methods of speculative decoding that read the residual stream between layers, where outputs are missing."""
+
+
+class ModelSizes(ModelArchConfigConvertorBase):
+    """The sizes of a model for vLLM, whose own rules know latent attention by a list of types."""
+
+    def is_deepseek_mla(self) -> bool:
+        """Return whether the cache holds latents. vLLM's kernels for CPUs take only those of DeepSeek."""
+        return bool(self.hf_config.kv_lora_rank) and not current_platform.is_cpu()
+
+    def get_head_size(self) -> int:
+        """Return the width of a cached key, which is that of a value, too: one that all backends have."""
+        config = self.hf_config
+        if not config.kv_lora_rank or (self.is_deepseek_mla() and not envs.VLLM_MLA_DISABLE):
+            return super().get_head_size()
+        return -(-max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim) // 32) * 32
 
 
 class DeploymentRules(VerifyAndUpdateConfig):
@@ -103,11 +119,17 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
         yield "--runner pooling: the plugin only serves models that generate; use --runner generate"
     if lora is not None and lora.fully_sharded_loras:
         yield "--fully-sharded-loras: its collectives would run at the same time as all-reduces of the ranks; omit it"
+    if lora is not None and config.kv_lora_rank:
+        yield "--enable-lora: vLLM's latent attention would ignore adapters of kv_b_proj; merge them and omit it"
     if speculative is not None and speculative.method in _READ_INNER_STATES:
         yield (
             f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
             "in flight; use ngram, suffix, eagle or draft_model"
         )
+    rope, length = config.rope_parameters or {}, vllm_config.model_config.max_model_len
+    positions = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
+    if rope.get("rope_type") == "yarn" and length > positions:
+        yield f"--max-model-len {length}: vLLM's table for YaRN has {positions} positions; use at most as many"
     drafts = speculative is not None and speculative.method not in _WITHOUT_DRAFT_MODEL
     if drafts and envs.VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC:
         yield "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1: it serves one stream, and a draft model has another; unset it"
@@ -140,6 +162,8 @@ def _attends_with_flash_attention_3(vllm_config: VllmConfig) -> bool:
     then use their kernel for prompts, which reads a long cache with one block of threads for each head.
     """
     attention = vllm_config.attention_config
+    if vllm_config.model_config.use_mla:
+        return False
     if not current_platform.is_cuda() or attention.backend not in (None, AttentionBackendEnum.FLASH_ATTN):
         return False
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version

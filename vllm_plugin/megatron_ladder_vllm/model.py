@@ -23,9 +23,12 @@ from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size, get_tp_group
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoERouter, GateLinear, RoutingMethodType
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import yarn_get_mscale
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.glm4_moe import Glm4MoeModel
 from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
@@ -42,6 +45,11 @@ from vllm.sequence import IntermediateTensors
 from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
 from megatron_ladder_vllm.deployment import check_attention
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
+
+LATENT_NORM_EPSILON = 1e-6
+"""In the norms of latents, whatever `rms_norm_eps` is."""
+LATENT_PROJECTIONS = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Names of two matrices that are computed as one."""
 
 
 class LadderAttention(LlamaAttention):
@@ -62,6 +70,7 @@ class LadderAttention(LlamaAttention):
         )
         check_attention(vllm_config, self.attn)
         leave_unreduced(self.o_proj)
+        self.gate_proj = output_gate(config, vllm_config, config.num_attention_heads * config.head_dim, prefix)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -75,8 +84,85 @@ class LadderAttention(LlamaAttention):
             q = self.q_norm(q.reshape(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
         q, k = self.rotary_emb(positions, q, k)
-        output, _ = self.o_proj(self.attn(q, k, v))
+        output, _ = self.o_proj(gated(self.gate_proj, self.attn(q, k, v), hidden_states))
         return output
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention of this rank's heads, whose output is a part of a sum.
+
+    The cache holds a latent and a rotary key for all heads or, where vLLM has no kernel for these, each head's key and
+    value.
+    """
+
+    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        hidden, heads, rope = config.hidden_size, config.num_attention_heads, config.rope_parameters or {}
+        nope, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+        cache = vllm_config.cache_config
+
+        def named(name: str) -> dict[str, Any]:
+            return {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.{name}"}
+
+        self.heads = heads // get_tensor_model_parallel_world_size()
+        self.nope, self.value = nope, value
+        q_ranks = [q_rank] if q_rank else []
+        self.latents = [*q_ranks, kv_rank, rotary]
+        self.fused_qkv_a_proj = MergedColumnParallelLinear(
+            hidden, [*q_ranks, kv_rank + rotary], config.attention_bias, disable_tp=True, **named("fused_qkv_a_proj")
+        )
+        if q_rank:
+            self.q_a_layernorm = RMSNorm(q_rank, eps=LATENT_NORM_EPSILON)
+            self.q_b_proj = ColumnParallelLinear(q_rank, heads * (nope + rotary), bias=False, **named("q_b_proj"))
+        else:
+            self.q_proj = ColumnParallelLinear(hidden, heads * (nope + rotary), bias=False, **named("q_proj"))
+        self.kv_a_layernorm = RMSNorm(kv_rank, eps=LATENT_NORM_EPSILON)
+        self.kv_b_proj = ColumnParallelLinear(kv_rank, heads * (nope + value), bias=False, **named("kv_b_proj"))
+        self.rotary_emb = get_rope(rotary, config.max_position_embeddings, is_neox_style=False, rope_parameters=rope)
+        # The kernel for CPUs takes a part of each head for whole heads.
+        self.rotate = self.rotary_emb.forward_native if current_platform.is_cpu() else self.rotary_emb
+        scale = (nope + rotary) ** -0.5 * yarn_get_mscale(rope.get("factor", 1), rope.get("mscale_all_dim") or 0) ** 2
+        self.caches_latents = vllm_config.model_config.use_mla
+        if self.caches_latents:
+            sizes = (nope, rotary, value, q_rank, kv_rank)
+            self.attn = MLAAttention(self.heads, scale, *sizes, self.kv_b_proj, cache_config=cache, **named("attn"))
+        else:
+            width = vllm_config.model_config.get_head_size()
+            self.attn = Attention(self.heads, width, scale, cache_config=cache, **named("attn"))
+        check_attention(vllm_config, self.attn)
+        self.gate_proj = output_gate(config, vllm_config, heads * value, prefix)
+        self.o_proj = RowParallelLinear(heads * value, hidden, config.attention_output_bias, **named("o_proj"))
+        leave_unreduced(self.o_proj)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
+        *q_latent, latent, k_rotary = self.fused_qkv_a_proj(hidden_states)[0].split(self.latents, dim=-1)
+        q, _ = self.q_b_proj(self.q_a_layernorm(*q_latent)) if q_latent else self.q_proj(hidden_states)
+        q = q.unflatten(-1, (self.heads, -1))
+        latent, k_rotary = self.kv_a_layernorm(latent), k_rotary.unsqueeze(1)
+        q[..., self.nope :], k_rotary = self.rotate(positions, q[..., self.nope :], k_rotary)
+        if self.caches_latents:
+            attended = self.attn(q, latent, k_rotary, output_shape=(len(q), self.heads * self.value))
+        else:
+            kv, width = self.kv_b_proj(latent)[0].unflatten(-1, (self.heads, -1)), self.attn.head_size
+            k = torch.cat([kv[..., : self.nope], k_rotary.expand(-1, self.heads, -1)], dim=-1)
+            padded = (nn.functional.pad(x, (0, width - x.shape[-1])).flatten(1) for x in (q, k, kv[..., self.nope :]))
+            attended = self.attn(*padded).unflatten(-1, (self.heads, width))[..., : self.value].flatten(1)
+        return self.o_proj(gated(self.gate_proj, attended, hidden_states))[0]
+
+
+def output_gate(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> nn.Module | None:
+    """Return the projection whose sigmoid multiplies the output of attention, if the model has one."""
+    if not config.gated_attention:
+        return None
+    quant_config, name = vllm_config.quant_config, f"{prefix}.gate_proj"
+    return ColumnParallelLinear(config.hidden_size, width, bias=False, quant_config=quant_config, prefix=name)
+
+
+def gated(gate: nn.Module | None, attended: Tensor, reading: Tensor) -> Tensor:
+    """Return the output of attention, multiplied by the gate of what attention has read."""
+    return attended if gate is None else attended * gate(reading)[0].sigmoid()
 
 
 def leave_unreduced(linear: RowParallelLinear) -> None:
@@ -191,7 +277,8 @@ class LadderDecoderLayer(nn.Module):
         self.reads_own_parts = config.lanes > 0
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
         branches = {name for sub_block in sub_blocks for name in self.branches(sub_block)}
-        self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
+        attention = LatentAttention if config.kv_lora_rank else LadderAttention
+        self.self_attn = attention(config, vllm_config, f"{prefix}.self_attn")
         dense = config.intermediate_size
         shared = config.shared_expert_intermediate_size
         # The MLP of a layer, its experts, or both, under the names of an exported directory.
@@ -201,7 +288,7 @@ class LadderDecoderLayer(nn.Module):
         if "shared_expert" in branches:
             self.mlp.shared_experts = unreduced_mlp(config, vllm_config, shared, f"{prefix}.mlp.shared_experts")
         if "attention_2" in branches:
-            self.self_attn_2 = LadderAttention(config, vllm_config, f"{prefix}.self_attn_2")
+            self.self_attn_2 = attention(config, vllm_config, f"{prefix}.self_attn_2")
             self.mlp_2 = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp_2")
         for name in {norm_name(sub_block.kind) for sub_block in sub_blocks}:
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
@@ -262,7 +349,7 @@ class MegatronLadderModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        self.config = config = vllm_config.model_config.hf_config
         stages = get_pp_group()
         overlap = getattr(config, "overlap_all_reduces", True)
         self.all_reduces = AllReduces(get_tp_group(), overlap) if get_tensor_model_parallel_world_size() > 1 else None
@@ -322,13 +409,19 @@ class MegatronLadderModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load tensors with the names of a Hugging Face directory; return the parameters that were loaded."""
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        stacked = dict(self.hf_to_vllm_mapper.orig_to_new_stacked)
+        if self.config.kv_lora_rank:
+            del stacked[".q_proj"]
+            names = LATENT_PROJECTIONS if self.config.q_lora_rank else LATENT_PROJECTIONS[1:]
+            stacked |= {f".{name}": (".fused_qkv_a_proj", index) for index, name in enumerate(names)}
+        return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
 
 
 class MegatronLadderForCausalLM(LlamaForCausalLM):
     """The decoder with its head."""
 
     hf_to_vllm_mapper = MegatronLadderModel.hf_to_vllm_mapper
+    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | {"fused_qkv_a_proj": list(LATENT_PROJECTIONS)}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -72,7 +72,7 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
         # vLLM fills it in with the sizes of CUDA graphs.
         compilation.compile_sizes = []
         compilation.splitting_ops = [] if whole else None
-        # It is the default for whole graphs, finds nothing without latent attention, and is absent from the CPU build.
+        # It is the default for whole graphs, and its operators are absent from the CPU build.
         compilation.pass_config.fuse_rope_kvcache_cat_mla = False
 
     def select_operator(runner: MoERunner) -> Any:

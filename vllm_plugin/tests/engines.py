@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron_ladder_vllm.deployment import ModelSizes
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs, on_side_stream
 from megatron_ladder_vllm.model import LadderDecoderLayer
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -97,6 +98,12 @@ def tokens(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]
     first, _ = continued(llm, prompts[:-2])
     second, cached = continued(llm, prompts[-2:])
     return first + second, cached
+
+
+def tokens_from_latents(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """Continue all prompts with a cache of latents, as on GPUs; return `continued`'s results."""
+    with patch.object(ModelSizes, "is_deepseek_mla", lambda sizes: True):
+        return tokens(folder, options)
 
 
 def staged_tokens(folder: Path, partition: str, mode: str) -> list[list[int]]:

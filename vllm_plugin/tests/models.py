@@ -35,6 +35,13 @@ LANES: dict[str, dict[str, Any]] = {
     "lanes-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2, "add_qkv_bias": True},
 }
 """They run on two ranks only."""
+_YARN: dict[str, Any] = {
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_original_max_position_embeddings": 32,
+    "rope_mscale": 0.7,
+    "rope_mscale_all_dim": 1.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qk-norm": {"qk_layernorm": True},
@@ -42,6 +49,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-key-head": {"num_key_value_heads": 1},
     "odd-vocabulary": {"vocab_size": 61},
     "soft-cap": {"logit_soft_cap": 0.5},
+    "gate": {"attention_output_gate": True},
+    "yarn": _YARN,
 }
 """Changes of the hybrid."""
 _EXPERTS: dict[str, Any] = {
@@ -78,6 +87,33 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
 }
 """Routers of all kinds, late and other layers of experts in one model, and a model that vLLM has."""
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "attention_output_gate": True,
+    "norm_epsilon": 1e-2,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "latent-farskip": EXPERTS["experts-farskip"]
+    | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_router_enable_expert_bias": True,
+    }
+    | _LATENT
+    | _YARN,
+    "latent-standard": _LATENT,
+    "latent-ladder": WIRINGS["ladder"] | _LATENT | {"q_lora_rank": 24, "v_head_dim": 40},
+    "latent-longcat": EXPERTS["experts-longcat"] | _LATENT | {"q_lora_rank": 24, "attention_output_gate": False},
+}
+"""Latent attention, with the gate of Instella-MoE in all but one. The values of one are wider than its keys. Norms have
+another epsilon than latents."""
+CACHED_LATENTS = LATENT["latent-farskip"] | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 80}
+"""The sizes for which vLLM has a kernel for CPUs."""
 SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_RANK = 4
@@ -97,7 +133,7 @@ def write_everything(folder: Path) -> None:
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
-    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS
+    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | LATENT | {"cached-latents": CACHED_LATENTS}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
         with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:

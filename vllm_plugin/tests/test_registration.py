@@ -64,6 +64,7 @@ _LAYERWISE = {
 }
 _PCIE = {"VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "1"}
 _TF32 = {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}
+_SHORT = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
 REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ("desync", {}, {}, "residual_mode 'desync': the plugin cannot serve this wiring"),
     ("lanes", {}, {}, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
@@ -106,6 +107,8 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
         {},
         "FULL_AND_PIECEWISE: .* or use FULL",
     ),
+    ("latent-farskip", {"enable_lora": True}, {}, "--enable-lora: .* adapters of kv_b_proj; merge them"),
+    ("yarn", {"hf_overrides": {"rope_parameters": _SHORT}}, {}, "--max-model-len 128: .* has 64 positions"),
     ("ladder", {"hf_overrides": {"overlap_all_reduces": 0}}, {}, "overlap_all_reduces 0: expected true or false"),
 ]
 
@@ -168,6 +171,41 @@ def test_graphs_contain_whole_steps(
     assert one(selected_graphs, models / "ladder", options, flash_attention) == [(graphs, [])]
 
 
+def test_graphs_of_a_cache_of_latents_contain_decode_steps(models: Path, one: Any) -> None:
+    options = {"dtype": "bfloat16"}
+    assert one(selected_graphs, models / "cached-latents", options, 3) == [("FULL_DECODE_ONLY", [])]
+
+
+@pytest.mark.parametrize(
+    ("model", "on_cpu", "variables", "expected"),
+    [
+        ("ladder", False, {}, (False, 32)),
+        ("latent-farskip", True, {}, (False, 32)),
+        ("latent-farskip", False, {}, (True, 48)),
+        ("latent-farskip", False, {"VLLM_MLA_DISABLE": "1"}, (False, 32)),
+        ("latent-ladder", True, {}, (False, 64)),
+    ],
+)
+def test_latents_are_cached_where_there_are_kernels(
+    model: str, on_cpu: bool, variables: dict[str, str], expected: tuple[bool, int], models: Path, one: Any
+) -> None:
+    assert one(cached_widths, models / model, on_cpu, variables) == [expected]
+
+
+def cached_widths(folder: Path, on_cpu: bool, variables: dict[str, str]) -> tuple[bool, int]:
+    """Return whether vLLM caches latents, and the width of what it caches."""
+    from megatron_ladder_vllm import deployment
+    from vllm import envs
+
+    envs.disable_envs_cache()
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: not on_cpu)
+    with patch.dict(os.environ, variables), patch.object(deployment, "current_platform", platform):
+        config = engine_arguments(folder, {}).create_model_config()
+        found = config.use_mla, config.get_head_size()
+    envs.disable_envs_cache()
+    return found
+
+
 def selected_graphs(folder: Path, options: dict[str, Any], flash_attention: int) -> tuple[str | None, list[str]]:
     """Return the mode of CUDA graphs, and where a graph ends, that the plugin selects on a GPU.
 
@@ -186,7 +224,7 @@ def selected_graphs(folder: Path, options: dict[str, Any], flash_attention: int)
 
     with (
         patch.object(deployment.DeploymentRules, "verify_and_update_config", record),
-        patch.object(deployment, "current_platform", SimpleNamespace(is_cuda=lambda: True)),
+        patch.object(deployment, "current_platform", SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)),
         patch("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **_: flash_attention),
     ):
         engine_arguments(folder, options).create_engine_config()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, WIRINGS, make_prompts
+from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, LATENT, VARIANTS, WIRINGS, make_prompts
 from vllm_plugin.tests.test_order import ORDER
 
 _ON_CPU = ("eager", "compiled")
 _ON_CUDA = ("pieces", "whole")
-_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS)
+_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *LATENT)
 
 
 def _cases() -> Iterator[Any]:
@@ -22,7 +22,7 @@ def _cases() -> Iterator[Any]:
     As on GPUs, every wiring runs on two ranks, in pieces and whole; `test_order` compares the tokens of some.
     """
     for index, model in enumerate(_MODELS):
-        is_wiring = model in WIRINGS or model in LANES or model in EXPERTS
+        is_wiring = model in WIRINGS or model in LANES or model in EXPERTS or model in LATENT
         for ranks, mode in product((2,) if model in LANES else (1, 2), (*_ON_CPU, *_ON_CUDA)):
             marks = []
             if mode in _ON_CPU:
@@ -62,6 +62,16 @@ def test_tokens_equal_those_of_the_generator(
         assert cached == 64
 
 
+@pytest.mark.parametrize("mode", ["eager", *_ON_CUDA])
+def test_tokens_with_a_cache_of_latents(mode: str, models: Path, references: Any, ranks: Any) -> None:
+    """As on GPUs. vLLM's kernel for CPUs computes neither chunks of prompts nor from a cache of prefixes."""
+    from vllm_plugin.tests import engines
+
+    for tokens, cached in ranks(engines.tokens_from_latents, models / "cached-latents", {"mode": mode}):
+        assert tokens == references["cached-latents"]
+        assert cached == 0
+
+
 _STAGED = [
     ("hybrid", "1,2"),
     ("hybrid", "2,1"),
@@ -70,6 +80,7 @@ _STAGED = [
     ("tied-head", "2,1"),
     ("experts-farskip", "1,2"),
     ("experts-shortcut", "2,1"),
+    ("latent-farskip", "2,1"),
 ]
 
 
@@ -110,7 +121,7 @@ def test_tokens_with_experts_divided_among_the_ranks(
         assert tokens == references[model]
 
 
-@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *list(EXPERT_VARIANTS)[:-1]])
+@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *list(EXPERT_VARIANTS)[:-1], *LATENT])
 def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
     module = exported(models / model)
     for prompt, tokens in zip(make_prompts(), references[model], strict=True):
