@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -209,12 +209,9 @@ def _merging_weights(kind: str, count: int) -> list[float]:
 
 def _weighted_mean(sources: Sequence[TrainingCheckpoint], weights: Sequence[float], name: str) -> Tensor:
     """Return the mean of a weight over checkpoints in float64, added up in their order."""
-    total: Tensor | None = None
-    for source, weight in zip(sources, weights, strict=True):
-        part = source.read(name, "weight").to(torch.float64).mul_(weight)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total.div_(sum(weights))
+    pairs = zip(sources, weights, strict=True)
+    parts = (source.read(name, "weight").to(torch.float64).mul_(weight) for source, weight in pairs)
+    return reduce(Tensor.add_, parts).div_(sum(weights))
 
 
 def _checkpoint_conversion(
