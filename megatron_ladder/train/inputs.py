@@ -1,5 +1,6 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -29,7 +30,6 @@ from megatron_ladder.data.tokenizers import (
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
-from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
@@ -285,11 +285,11 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
     for flag, folder in folders.items():
         if folder is None or rank_info.local_rank > 0:
             continue
-        problem = output_problem(folder, "directory")
-        if problem is None:
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-        else:
-            errors.add(f"{flag} {folder}: cannot be written to: {problem}: give another directory")
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
