@@ -132,6 +132,10 @@ class IndexedDatasetWriter:
         for file in self._files:
             file.remove()
 
+    def add_document(self, token_ids: NDArray[Any]) -> None:
+        """Append one document of any number of tokens."""
+        self.add_documents(token_ids, np.array([len(token_ids)], np.int32))
+
     def add_documents(
         self, token_ids: NDArray[Any], lengths: NDArray[np.integer], loss_mask: NDArray[np.uint8] | None = None
     ) -> None:
