@@ -10,6 +10,7 @@ arrived:
 So every rank ends with the same error messages.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -36,8 +37,8 @@ SETTINGS = "start/settings"
 ARRIVED, REPORT, READ = "start/arrived", "start/report", "start/read"
 """Keys of the store that are followed by a rank."""
 
-_RUNS: Iterator[int] = itertools.count()
-"""Numbers the runs of this process: a script may leave a process group and start another in the same store."""
+_RUNS: dict[tuple[str, int], Iterator[int]] = collections.defaultdict(itertools.count)
+"""Numbers the runs of this process at each store's address: a script may leave a process group and start another."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -85,7 +86,7 @@ class Peers:
             raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
         # The store of torchrun outlives ranks that it restarts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.board = PrefixStore(f"attempt_{attempt}_{next(_RUNS)}", store)
+        self.board = PrefixStore(f"attempt_{attempt}_{next(_RUNS[address, port])}", store)
         return self.board
 
     def agree(

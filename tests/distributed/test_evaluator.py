@@ -20,9 +20,13 @@ from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 
-evaluator = Evaluator(2, model=sys.argv[1], tp=2, tokenizer_type="ByteTokenizer")
+options = {"model": sys.argv[1], "tp": 2, "tokenizer_type": "ByteTokenizer"}
 texts, prompts = json.loads(sys.argv[2])
+evaluator = Evaluator(2, **options)
 scores = evaluator.score(texts)
+evaluator.close()
+# The second rank is a new process, in which this is the first run.
+evaluator = Evaluator(2, **options)
 generations = evaluator.generate([GenerationRequest(tuple(prompt), 5, GREEDY) for prompt in prompts])
 evaluator.close()
 print(json.dumps([[score.logprob for score in scores], [generation.ids for generation in generations]]))
