@@ -69,6 +69,10 @@ class TrainingRun:
         self._opened: OpenRun | None = opened
         self._model = opened.trainer.model
         self._end_ids = opened.inputs.end_ids
+        # The caller may read the weights of `model`.
+        optimizer = opened.trainer.engine.optimizer
+        optimizer.finishes_steps = True
+        optimizer.finish_step()
         self.tokenizer = opened.inputs.tokenizer
         """The run's tokenizer; None without one."""
         self.iteration = opened.iteration
@@ -108,8 +112,6 @@ class TrainingRun:
         trainer.engine.optimizer.adopt_weights()
         with trainer.engine.keeping_frozen():
             result = train_step(trainer, next(opened.batches), self.iteration)
-        # The caller may read the weights of `model`.
-        trainer.engine.optimizer.finish_step()
         opened.checkpoints.poll()
         trainer.guard.stop_if_hopeless(result.finding)
         return result
@@ -181,8 +183,6 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     threads = torch.get_num_threads()
     try:
         with open_run(words) as opened:
-            # The caller may read the weights of `model`.
-            opened.trainer.engine.optimizer.finish_step()
             run = TrainingRun(opened)
             try:
                 yield run

@@ -4,7 +4,7 @@ Below some thousand tokens, the host needs longer to launch the kernels of a mic
 graph launches all at once: it replays captured kernels on captured addresses, and runs no Python. A step has up to
 three graphs:
 
-    first     gathers of weights under forward; backward writes the sums of gradients
+    first     gathers of weights under forward, unless `step` does it; backward writes the sums of gradients
     middle    forward; backward adds to the sums; replayed for all micro-batches between the other two
     last      forward; backward adds to the sums, with their reduces under it
 

@@ -153,8 +153,10 @@ class ShardedOptimizer(ZeroOptimizer):
     def step(self) -> None:
         self.base.step()
         self._is_due = True
-        if not self.gathers_late:
-            self._start_gather()
+        if self.finishes_steps:
+            self.finish_step()
+        elif not self.gathers_late:
+            self.copy_masters_to_weights()
 
     def discard_gradients(self) -> None:
         pass  # The first gradients of the next step replace these.
@@ -163,18 +165,14 @@ class ShardedOptimizer(ZeroOptimizer):
         groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
         owned = self.shards or self._is_first_copy
         for bucket in self.buckets:
-            layout = bucket.parameters, bucket.offsets
-            yield from self._spans_in(
-                groups[id(bucket.master)], *layout, bucket.master, bucket.divided_over.rank, owned
-            )
-
-    def copy_masters_to_weights(self) -> None:
-        self._start_gather()
+            group = groups[id(bucket.master)]
+            part = bucket.divided_over.rank
+            yield from self._spans_in(group, bucket.parameters, bucket.offsets, bucket.master, part, owned)
 
     def gather_late(self) -> None:
-        """Leave the gathers to the next forward pass, which is about to be captured with them, and to later ones."""
+        """Leave the gathers to the forward passes, the next of which is captured, unless `finishes_steps`."""
         self.finish_step()
-        self.gathers_late = self._is_due = True
+        self.gathers_late = self._is_due = not self.finishes_steps
 
     def forget_capture(self) -> None:
         """Forget the collectives of a capture that has failed; the next forward pass gathers the weights again."""
@@ -182,11 +180,10 @@ class ShardedOptimizer(ZeroOptimizer):
         self._gathers.clear()
         for bucket in self.buckets:
             bucket.streams.clear()
-        self.gathers_late = False
         self._is_due = True
 
     @torch.no_grad()
-    def _start_gather(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         """Start to give every rank the weights of all masters."""
         self._is_due = False
         for bucket in reversed(self.buckets):
@@ -242,7 +239,7 @@ class ShardedOptimizer(ZeroOptimizer):
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
         if self._is_due:
-            self._start_gather()
+            self.copy_masters_to_weights()
         while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
             _, in_flight = self._gathers.popleft()
             in_flight.wait()

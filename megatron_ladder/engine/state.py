@@ -32,9 +32,11 @@ class ZeroOptimizer(OptimizerState, ABC):
 
     Attributes:
         base: torch's optimizer; to be set before the first step.
+        finishes_steps: whether `step` waits for all weights, for a caller that reads them after every step.
     """
 
     base: torch.optim.Optimizer
+    finishes_steps = False
 
     def __init__(self, model: nn.Module, is_first_copy: bool) -> None:
         """`is_first_copy`: whether this is the first of the data-parallel ranks."""

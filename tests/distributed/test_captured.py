@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_ladder.api import TrainingRun
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine import graph
 from megatron_ladder.engine.graph import CapturedPasses
@@ -154,24 +155,33 @@ def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, 
     check_captured(gloo_pools(4).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 
-def gathers_of_steps(argv: list[str], batches: list[list[Batch]]) -> tuple[list[int], Any]:
-    """On each rank: the gathers in each captured pass, and the outcome."""
+def gathers_of_steps(argv: list[str], batches: list[list[Batch]], from_python: bool) -> tuple[list[int], Any]:
+    """On each rank: the gathers in each captured pass, and the outcome, of the Python API's steps or the program's."""
     trainer = build_trainer_here(argv)
     sharded = trainer.engine.optimizer
     trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
     with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
-        history = take_steps(trainer, batches)
+        if from_python:
+            rank_batches = (own_batches(trainer, batch) for batch in batches)
+            run = TrainingRun(mock.Mock(trainer=trainer, batches=rank_batches, iteration=0))
+            results = [run.step() for _ in batches]
+            history = [(result.loss, result.gradient_norm) for result in results]
+        else:
+            history = take_steps(trainer, batches)
     graphs: list[Any] = trainer.engine.passes._graphs
     found = [sum("allgather" in str(func) for func, *_ in one._operators) for one in graphs]
     return found, (history, weight_pieces(trainer))
 
 
-def test_the_first_pass_gathers_the_weights(gloo_pools: GlooPools) -> None:
+def test_weights_are_gathered_once_in_a_step(gloo_pools: GlooPools) -> None:
+    """A caller of the Python API reads them after a step, so that no pass needs to gather them again."""
     argv = [*RECIPE, *"--residual-mode ladder --global-batch-size 8 --cuda-graph false".split()]
     expected = gloo_pools(2).run(train, argv, None, batches_of_steps(4))
-    gathers, outcomes = zip(*gloo_pools(2).run(gathers_of_steps, argv, batches_of_steps(4)), strict=True)
-    check_same(outcomes, expected)
-    assert all(first > 0 and rest == 0 for first, rest in gathers)
+    for from_python in (False, True):
+        results = gloo_pools(2).run(gathers_of_steps, argv, batches_of_steps(4), from_python)
+        gathers, outcomes = zip(*results, strict=True)
+        check_same(outcomes, expected)
+        assert all((first == 0) is from_python and rest == 0 for first, rest in gathers)
 
 
 class FailingGraph(RecordedGraph):
