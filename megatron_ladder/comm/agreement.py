@@ -118,23 +118,30 @@ class Peers:
         if rank == 0:
             store.set(SETTINGS, json.dumps({} if errors else settings))
         keys = [f"{REPORT}/{number}" for number in range(world_size)]
-        try:
+        with contextlib.suppress(dist.DistStoreError):
             if not errors:
                 store.wait([SETTINGS], timeout)
                 errors = list(_differences(settings, json.loads(store.get(SETTINGS))))
             store.set(keys[rank], json.dumps([host, errors]))
             store.wait(keys, timeout)
-        except dist.DistStoreError as error:
-            missing = [number for number in range(world_size) if not store.check([f"{ARRIVED}/{number}"])]
-            text = f"{name_ranks(missing)} of {world_size} did not arrive within {timeout.total_seconds():g} s"
-            raise LostPeerError(text, missing) from error
-        reports = [json.loads(text) for text in store.multi_get(keys)]
+        arrivals = [f"{ARRIVED}/{number}" for number in range(world_size)]
+        missing: list[int] = []
+        if not store.check(arrivals):
+            missing = [number for number, key in enumerate(arrivals) if not store.check([key])]
+        reports = [] if missing else [json.loads(text) for text in store.multi_get(keys)]
         store.set(f"{READ}/{rank}", "")
         self.hosts = [Host(*host) for host, _ in reports]
         by_error = _group_ranks((error, number) for number, (_, errors) in enumerate(reports) for error in errors)
-        if rank == 0 and by_error:
+        if rank == 0 and (missing or by_error):
+            # Ends the wait of ranks that arrived later, while rank 0 still serves the store.
+            for number in missing:
+                store.set(keys[number], json.dumps([host, []]))
+            present = [f"{READ}/{number}" for number in range(world_size) if number not in missing]
             with contextlib.suppress(dist.DistError):
-                store.wait([f"{READ}/{number}" for number in range(world_size)], timedelta(seconds=LINGER_SECONDS))
+                store.wait(present, timedelta(seconds=LINGER_SECONDS))
+        if missing:
+            text = f"{name_ranks(missing)} of {world_size} did not arrive within {timeout.total_seconds():g} s"
+            raise LostPeerError(text, missing)
         raise_user_errors(
             error if len(ranks) == world_size else f"{self.describe(ranks)}: {error}"
             for error, ranks in by_error.items()

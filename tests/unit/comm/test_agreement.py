@@ -81,6 +81,7 @@ def test_all_ranks_raise_the_errors_of_one(failing: int) -> None:
 def test_rank_0_serves_its_store_until_all_ranks_have_read_the_reports() -> None:
     """Otherwise torch prints the stack of each rank that still reads."""
     store = HashStore()
+    store.add(f"{agreement.ARRIVED}/1", 1)
     store.set(f"{agreement.REPORT}/1", json.dumps([HOSTS[1], []]))
 
     def fail() -> None:
@@ -103,6 +104,23 @@ def test_a_missing_rank_is_named(missing: str) -> None:
     for result in meet(ranks, timeout=timedelta(seconds=0.3)):
         assert isinstance(result, LostPeerError)
         assert str(result) == f"ranks {missing} of 4 did not arrive within 0.3 s"
+
+
+def test_rank_0_names_missing_ranks_to_those_that_arrived_later() -> None:
+    """The later ones would still wait when rank 0 ends, and its store with it."""
+    store = HashStore()
+
+    def miss(rank: int, timeout: timedelta) -> None:
+        with pytest.raises(LostPeerError, match="^rank 2 of 3 did not arrive within"):
+            Peers(board=store).agree(rank, 3, HOSTS[rank], {}, (), timeout)
+
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(miss, 1, SOON)
+        store.set(agreement.SETTINGS, "{}")
+        store.wait([f"{agreement.REPORT}/1"], SOON)
+        miss(0, timedelta(seconds=0.3))
+        assert store.check([f"{agreement.READ}/1"])
+        waiting.result()
 
 
 def test_hostfiles_of_different_lengths_are_found() -> None:
