@@ -58,9 +58,8 @@ class ShardedStream(StreamLayout):
 
     def start_read(self, stream: Tensor) -> InFlight:
         # Each rank uses all positions, so their gradients are summed.
-        return InFlight(
-            *_Border.apply(self._gather, lambda gradient, _: [InFlight(*self._sum(gradient)).wait()], stream)
-        )
+        whole, work = _Border.apply(self._gather, lambda gradient, _: [InFlight(*self._sum(gradient)).wait()], stream)
+        return InFlight(whole, work)
 
     def start_write(self, partial: Tensor) -> InFlight:
         # Every rank's partial sum gets the gradient of the sum at all positions.

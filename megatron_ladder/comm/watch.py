@@ -216,13 +216,12 @@ class Watch:
         self._longest_step = timedelta()
         """The time of the longest step after the first one."""
         self._progress = time.monotonic()
-        """When there was progress."""
         self._step_began = self._progress
         self._last_beat = -math.inf
         self._reported = False
         """Whether this rank has reported where it is since the last progress."""
         self._waits = False
-        """Whether it waited for others then."""
+        """Whether this rank waited for others when it reported."""
         self._in_captured_step = threading.Event()
         self._stop = threading.Event()
         if len(peers.hosts) > 1:

@@ -110,10 +110,9 @@ class DeepSpeedEngine(Engine):
         )
         stage = config["zero_optimization"]["stage"]
         is_offloaded = "offload_optimizer" in config["zero_optimization"]
-        zero_optimizer = _Zero3Optimizer if stage == 3 else _Zero2Optimizer
-        super().__init__(
-            model, zero_optimizer(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded), mesh, device
-        )
+        zero_class = _Zero3Optimizer if stage == 3 else _Zero2Optimizer
+        zero_optimizer = zero_class(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded)
+        super().__init__(model, zero_optimizer, mesh, device)
 
     def forward(self, batch: ModelInputs, *, scales: LossScales | None = None, **options: Any) -> Tensor:
         if scales is None:
@@ -132,7 +131,7 @@ class _DeepSpeedOptimizer(ZeroOptimizer):
     def __init__(
         self, model: nn.Module, base: torch.optim.Optimizer, wrapped: Any, rank: int, is_offloaded: bool
     ) -> None:
-        """`wrapped` is DeepSpeed's engine; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
+        """`wrapped` is DeepSpeed's engine, `rank` the data-parallel rank; `is_offloaded`: masters are on the host."""
         super().__init__(model, rank == 0)
         self.base = base
         self._wrapped, self._zero = wrapped, wrapped.optimizer

@@ -145,7 +145,6 @@ class MuonWithAdamW(torch.optim.AdamW):
         `spans` are all that this rank's optimizer updates.
         """
         updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
-        # By matrix.
         held: dict[str, list[_HeldPiece]] = {}
         for span in spans:
             if id(span.flat_master) in updated:
@@ -156,11 +155,12 @@ class MuonWithAdamW(torch.optim.AdamW):
         everyone: list[dict[str, list[_Piece]]] = world.broadcast_object(world.gather_objects(pieces))
         shapes = {name: parts[0].shape for of_rank in everyone for name, parts in of_rank.items()}
         by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name][-2:]), name))
+        # In the last round, some ranks may own no matrix.
+        by_cost += [""] * (-len(by_cost) % world.size)
         self._world = world
         self._rounds = []
         for first in range(0, len(by_cost), world.size):
-            # The matrix of each rank, in rank order.
-            names = [*by_cost[first : first + world.size], *[""] * world.size][: world.size]
+            names = by_cost[first : first + world.size]
             assembled = [of_rank.get(names[world.rank], []) for of_rank in everyone]
             self._rounds.append(_Round([held.get(name, []) for name in names], assembled))
 
@@ -190,14 +190,14 @@ class MuonWithAdamW(torch.optim.AdamW):
             self._update(matrices, group["lr"])
 
     def _update(self, matrices: _Round, learning_rate: float) -> None:
-        # To the owners.
+        # Send directions to the owners.
         outgoing = []
         for parts in matrices.held:
             directions = [self._direction(part).to(self._dtype) for part in parts if part.piece.sent]
             outgoing.append(torch.cat([self._nothing, *directions]))
         sizes = [sum(piece.length for piece in pieces if piece.sent) for pieces in matrices.assembled]
         received = self._world.all_to_all(outgoing, sizes)
-        # And back.
+        # Send orthogonalised updates back.
         returned = self._orthogonalized(matrices.assembled, received)
         sizes = [sum(part.piece.length for part in parts) for parts in matrices.held]
         for parts, elements in zip(matrices.held, self._world.all_to_all(returned, sizes), strict=True):

@@ -67,7 +67,7 @@ class CheckpointSaver:
         self._world = trainer.mesh.world
         self._print = partial(print_rank_0, rank=self._world.rank)
         self._event = record.write_first
-        template = None if inputs.sources is None else find_chat_template(inputs.sources.datasets, self._print)
+        template = find_chat_template(inputs.sources.datasets, self._print)
         self._small_files = _SmallFiles(inputs.tokenizer, template)
         self._host = HostMemory()
         self._loaded: Path | None = None
@@ -232,9 +232,8 @@ class CheckpointSaver:
         }
         if stream is not None:
             # One process of each data-parallel rank reads.
-            states = {
-                rank: state for rank, state in self._world.gather_objects((data.rank, batches.reader_state)) if state
-            }
+            gathered = self._world.gather_objects((data.rank, batches.reader_state))
+            states = {rank: state for rank, state in gathered if state}
             header["data_streams"] = [{"plan": stream.cut()} | states[rank] for rank in sorted(states)]
         return header
 

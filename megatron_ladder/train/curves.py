@@ -97,9 +97,8 @@ class Curves:
             finish.start()
             finish.join(_FINISH_SECONDS)
             if finish.is_alive():
-                print_if_possible(
-                    f"*** wandb did not finish within {_FINISH_SECONDS:g} s; `wandb sync` uploads the rest ***"
-                )
+                text = f"*** wandb did not finish within {_FINISH_SECONDS:g} s; `wandb sync` uploads the rest ***"
+                print_if_possible(text)
 
     def _finish_wandb(self, failed: bool) -> None:
         import wandb

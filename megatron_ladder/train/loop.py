@@ -65,9 +65,8 @@ def open_run(words: FlagWords) -> Iterator[OpenRun]:
         for warning in words.warnings:
             print_rank_0(f"*** {warning} ***", rank_info.rank)
         with reporting_errors(rank_info, peers):
-            inputs = read_inputs(
-                to_flags(words, rank_info.world_size), rank_info, partial(from_rank_0, rank_info, peers)
-            )
+            flags = to_flags(words, rank_info.world_size)
+            inputs = read_inputs(flags, rank_info, partial(from_rank_0, rank_info, peers))
             check_device(rank_info)
             folder = inputs.run.checkpoint.save
             if folder is not None and rank_info.rank == 0:

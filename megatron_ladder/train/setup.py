@@ -62,8 +62,7 @@ class Trainer:
 def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Trainer:
     """Join the other processes and build this rank's part; every rank must call it. `peers` receives all ranks' hosts.
 
-    Raises UserError if another rank has other settings, another --save or an error, the teacher's weights cannot be
-    read.
+    Raises UserError if another rank has an error, other settings or another --save, or the teacher cannot be read.
     """
     run = inputs.run
     if run.training.deterministic_mode:

@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
     finding: Finding | None = None
     extra_sums: Sequence[float] = ()
     pipeline_idle: float | None = None
-    """Mean share of the passes of the step before in which a stage waited for others; None if it is not known."""
+    """Mean share of the previous step's time in passes that a stage waited for others; None if it is not known."""
 
     @property
     def skipped(self) -> bool:
@@ -60,7 +60,7 @@ def train_step(
     counts = _count_tokens(trainer, micro_batches)
     scales = LossScales(*counts.clamp(min=1.0).reciprocal())
 
-    # The device has run the passes of the step before, whose result the host has read.
+    # The device has run the passes of the previous step, because the host has read its result.
     busy_seconds, whole_seconds = engine.clock.seconds()
     pass_seconds = busy_seconds, whole_seconds * (mesh.pipeline.rank == 0)
 
@@ -134,7 +134,6 @@ def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tens
     return counts * data.size if is_even else data.all_reduce(counts)
 
 
-@torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> float:
     """Return the mean loss per target token over this many global batches, NaN without one; the same on every rank."""
     data, pipeline = trainer.mesh.data, trainer.mesh.pipeline

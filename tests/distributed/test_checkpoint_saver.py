@@ -10,6 +10,7 @@ from torch import equal
 
 from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.data.loader import Sources
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.record import RunRecord
@@ -35,7 +36,7 @@ def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Tra
     trainer = build_trainer_here([*RECIPE, *argv])
     stream = SimpleNamespace(cut=lambda: "a plan")
     inputs: Any = SimpleNamespace(
-        sources=None,
+        sources=Sources(None, {}),
         tokenizer=None,
         stream=stream,
         checkpoint=checkpoint,

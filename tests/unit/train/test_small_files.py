@@ -17,6 +17,7 @@ from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.convert.small_files import model_card
 from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
+from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train.checkpoints import CheckpointSaver
@@ -75,7 +76,7 @@ def train(
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
     inputs: Any = SimpleNamespace(
-        sources=sources,
+        sources=sources or Sources(None, {}),
         tokenizer=tokenizer,
         stream=None,
         checkpoint=opened,
