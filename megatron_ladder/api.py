@@ -16,7 +16,8 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, learning_errors, resolve_model
+from megatron_ladder.blueprint.model import ModelConfig, learning_errors, resolve_model
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import build_sections, flag_words, read_words

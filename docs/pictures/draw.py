@@ -26,7 +26,8 @@ from ladder_lab.cost.links import (  # noqa: E402
     backward_seconds,
     forward_seconds,
 )
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
+from megatron_ladder.blueprint.model import ModelConfig, resolve_model  # noqa: E402
+from megatron_ladder.blueprint.model_flags import ModelFlags  # noqa: E402
 from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
 
 INK, MUTED, GRID, PAPER = "#1f2933", "#6b7785", "#e3e7ec", "#ffffff"

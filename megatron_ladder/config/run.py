@@ -5,13 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import (
-    ModelConfig,
-    ModelFlags,
-    learning_errors,
-    resolve_model,
-    tensor_parallel_errors,
-)
+from megatron_ladder.blueprint.model import ModelConfig, learning_errors, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag

@@ -11,7 +11,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
+from megatron_ladder.blueprint.model import ModelConfig, model_errors
+from megatron_ladder.blueprint.model_flags import parse_layers
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS, layers_text
 from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint import tensors
+from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import layers_text, plan_reads
 from megatron_ladder.comm.agreement import Peers
@@ -37,7 +38,7 @@ from megatron_ladder.train.step import StepResult
 def banner(trainer: Trainer, sources: Sources) -> str:
     """Return the derived numbers of a run and of its data, one per line."""
     run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
-    flops = tensors.ModelFlops(model, training.seq_length)
+    flops = ModelFlops(model, training.seq_length)
     vocab_size = tensors.padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
     used = f", of which a token uses {tensors.active_parameters(model):,}" if model.moe_layers else ""
     distillation = trainer.model.distillation
@@ -124,9 +125,9 @@ class RunLog:
         self._run = run
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
-        self._flops_per_step = tensors.ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
+        self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-        peak = tensors.peak_flops(name) if run.training.bf16 else None
+        peak = peak_flops(name) if run.training.bf16 else None
         self._peak_flops = None if peak is None else peak * trainer.mesh.world.size
         self._curves = Curves(run, first_iteration - 1, trains, self._rank)
         self._interval_start = time.perf_counter()

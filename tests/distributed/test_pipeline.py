@@ -186,7 +186,7 @@ def idle_shares(argv: list[str]) -> tuple[list[float | None], str]:
 
 def logged_with_peak(argv: list[str], peak: float | None) -> str:
     """On each rank: return the log line of a step on devices of so many FLOP/s."""
-    with patch("megatron_ladder.blueprint.tensors.peak_flops", lambda name: peak):
+    with patch("megatron_ladder.train.log.peak_flops", lambda name: peak):
         trainer = build_trainer_here(argv)
         with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
             result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)

@@ -18,7 +18,7 @@ import transformers
 from examples.adapt_llama import tiny_llama
 from examples.adapt_llama.evaluate import HeldOut, perplexity
 from megatron_ladder import progress
-from megatron_ladder.blueprint.model import ModelFlags
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.data.chat import Conversation

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ladder_lab.bench.sizes import find_size
-from megatron_ladder.blueprint.tensors import ModelFlops, peak_flops
+from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.comm.watch import BEAT_SECONDS, MOST_MISSED_BEATS
 from megatron_ladder.errors import ExitCode
 from tests.chaos.runs import VOCABULARY, final_tensors, losses

@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.blueprint.model import (
-    ModelConfig,
-    ModelFlags,
-    key_value_replicas,
-    parse_layers,
-    resolve_model,
-    tensor_parallel_errors,
-)
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError

@@ -8,8 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, _branch, balanced_partition, parameter_count, peak_flops
+from megatron_ladder.blueprint.tensors import _branch, balanced_partition, parameter_count
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import partition
 from tests.helpers.hugging_face import Family, transformers_model

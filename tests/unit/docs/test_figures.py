@@ -15,7 +15,8 @@ from ladder_lab.cost.inference import InferenceRequest, predict_inference
 from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
+from megatron_ladder.blueprint.model import ModelConfig, resolve_model
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 from megatron_ladder.generate.slots import _StaticCache
 from tests.docs.pages import ROOT, page_paths, read_page

@@ -28,8 +28,8 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import build_models, training_pass
 from ladder_lab.output import markdown_table, write_json
+from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, peak_flops
 from megatron_ladder.checkpoint.hf_config import hf_config
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info

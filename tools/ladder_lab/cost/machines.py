@@ -22,7 +22,7 @@ from ladder_lab.cost.links import (
 )
 from ladder_lab.cost.measured import Curve, curve_parts, interpolate, measured_curves, read_table
 from ladder_lab.cost.placement import Spread
-from megatron_ladder.blueprint.tensors import PEAK_TFLOPS
+from megatron_ladder.blueprint.flops import PEAK_TFLOPS
 
 LINK_ERROR = 1.33
 """All-reduces so many times faster or slower give the range of a predicted speed-up."""

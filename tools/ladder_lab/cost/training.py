@@ -41,8 +41,9 @@ from ladder_lab.cost.traffic import (
     state_bytes,
     stream_bytes,
 )
+from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
-from megatron_ladder.blueprint.tensors import ModelFlops, SubBlockTensors, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.tensors import SubBlockTensors, layer_tensors, padded_vocab_size
 
 FLOPS_SHARE = 0.58
 """Share of the peak that products reach, fitted to prefill of the runs in machines.py."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.model import ModelFlags
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
 from megatron_ladder.errors import ErrorCollector, ExitCode

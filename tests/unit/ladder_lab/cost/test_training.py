@@ -10,7 +10,8 @@ from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst
 from ladder_lab.cost.traffic import _outputs_at_cuts
 from ladder_lab.cost.training import LayerTime, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.flops import ModelFlops
+from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.engine.schedule import make_schedule
 
 LLAMA = SIZES["llama-8b"]
