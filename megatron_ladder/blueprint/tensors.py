@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import WiredSubBlock
@@ -127,8 +127,8 @@ class Branch:
     """The attention, the MLP or the experts of one layer."""
 
     inputs: tuple[Matrix, ...]
-    """Column-parallel: q, k, v; or q or its latent, the latent of k and v; in both cases the gate, if there is one; or
-    gate, up, of all experts."""
+    """Column-parallel. Attention: q, k, v; latent attention: q or its latent, and the latent of k and v; both: then the
+    output gate, if there is one. MLP: gate, up, in experts those of all of them."""
     output: Matrix
     """Row-parallel: o; or down, of all experts."""
     head_norms: tuple[TensorSpec, ...] = ()
@@ -138,7 +138,7 @@ class Branch:
     expansions: tuple[Matrix, ...] = ()
     """Column-parallel matrices of the normed latents."""
     score_width: int = 0
-    """Hq (d + width of a value), the widths of the scores' product and the values' together; 0 for an MLP."""
+    """Hq (d + width of a value), the widths of the products of scores and of values together; 0 for an MLP."""
     router: tuple[TensorSpec, ...] = ()
     """The router's matrix [E, h] and, if it has one, the bias of its choice [E], which no gradient trains."""
     experts: int = 1
@@ -212,24 +212,16 @@ def _attention(config: ModelConfig, name: str) -> Branch:
         for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
     norms = tuple(_whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in "qk")
-    return Branch(
-        (q, k, v, *_output_gate(config, name)),
-        _attention_output(config, name),
-        head_norms=norms if config.qk_layernorm else (),
-        score_width=2 * heads * config.head_dim,
-    )
+    return _attention_branch(config, name, (q, k, v), head_norms=norms if config.qk_layernorm else ())
 
 
-def _output_gate(config: ModelConfig, name: str) -> tuple[Matrix, ...]:
-    if not config.attention_output_gate:
-        return ()
+def _attention_branch(config: ModelConfig, name: str, inputs: Sequence[Matrix], **others: Any) -> Branch:
+    """Add what both kinds of attention have to the input matrices and the `others`, which are fields of `Branch`."""
     heads = config.num_attention_heads
-    return (_column(f"{name}.gate_proj", heads * config.value_dim, config, False, heads),)
-
-
-def _attention_output(config: ModelConfig, name: str) -> Matrix:
-    width = config.num_attention_heads * config.value_dim
-    return _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.value_dim)
+    width = heads * config.value_dim
+    gate = [_column(f"{name}.gate_proj", width, config, False, heads)] if config.attention_output_gate else []
+    output = _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.value_dim)
+    return Branch((*inputs, *gate), output, score_width=heads * (config.head_dim + config.value_dim), **others)
 
 
 def _latent_attention(config: ModelConfig, name: str) -> Branch:
@@ -250,13 +242,7 @@ def _latent_attention(config: ModelConfig, name: str) -> Branch:
     else:
         inputs.append(_column(f"{name}.q_proj", heads * config.head_dim, config, False, heads))
     add_latent("kv", config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim)
-    return Branch(
-        (*inputs, *_output_gate(config, name)),
-        _attention_output(config, name),
-        latent_norms=tuple(norms),
-        expansions=tuple(expansions),
-        score_width=heads * (config.head_dim + config.v_head_dim),
-    )
+    return _attention_branch(config, name, inputs, latent_norms=tuple(norms), expansions=tuple(expansions))
 
 
 def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
