@@ -66,21 +66,22 @@ class ModelConfig(ModelTraits):
         return self.v_head_dim if self.is_latent else self.head_dim
 
     @property
-    def rotary_magnitude(self) -> float:
+    def attention_factor(self) -> float:
         """The factor on cosines and sines: 1 except with YaRN (arXiv 2309.00071)."""
         if self.rope_scaling != "yarn":
             return 1.0
-        return yarn_magnitude(self.rope_scaling_factor, self.rope_mscale, self.rope_mscale_all_dim)
+        factor = self.rope_scaling_factor
+        return yarn_mscale(factor, self.rope_mscale) / yarn_mscale(factor, self.rope_mscale_all_dim)
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the scores of attention, in which YaRN has a part if attention is latent."""
-        magnitude = yarn_magnitude(self.rope_scaling_factor, self.rope_mscale_all_dim) if self.is_latent else 1.0
-        return magnitude**2 / math.sqrt(self.head_dim)
+        """The factor on the scores of attention; that of latent attention includes YaRN's m(mscale_all_dim)^2."""
+        mscale = yarn_mscale(self.rope_scaling_factor, self.rope_mscale_all_dim) if self.is_latent else 1.0
+        return mscale**2 / math.sqrt(self.head_dim)
 
     @property
     def cached_widths(self) -> tuple[int, ...]:
-        """Widths of what generation keeps of a token, per key-value head: key and value; or latent and rotated key."""
+        """Widths of what generation caches per token and key-value head: key and value, or latent and rotated key."""
         if self.is_latent:
             return (self.kv_lora_rank + self.qk_rope_head_dim,)
         return self.head_dim, self.head_dim
@@ -152,10 +153,9 @@ class ModelConfig(ModelTraits):
         return config.canonical()
 
 
-def yarn_magnitude(factor: float, mscale: float, mscale_all_dim: float = 0.0) -> float:
-    """Return m(mscale) / m(mscale_all_dim) with m(s) = 0.1 s ln(factor) + 1, where the context grows by a factor."""
-    log = math.log(max(factor, 1.0))
-    return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's m(mscale) = 0.1 mscale ln(factor) + 1, where the context grows by a factor."""
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 _LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")

@@ -32,9 +32,9 @@ class ModelTraits:
     )
     """Maximum positions of the model before scaling."""
     rope_beta_fast: float = flag(32.0, aliases=("--yarn-beta-fast",), above=0, requires="--rope-scaling yarn")
-    """Frequencies of more turns in the original positions are not scaled."""
+    """Frequencies with more turns than this within the original positions are not scaled."""
     rope_beta_slow: float = flag(1.0, aliases=("--yarn-beta-slow",), above=0, requires="--rope-scaling yarn")
-    """Frequencies of fewer turns are scaled in full."""
+    """Frequencies with fewer turns than this are scaled in full."""
     rope_mscale: float = flag(1.0, aliases=("--mscale",), minimum=0, requires="--rope-scaling yarn")
     """Cosines and sines are multiplied by m(this) / m(--rope-mscale-all-dim), where m(s) = 0.1 s ln(factor) + 1."""
     rope_mscale_all_dim: float = flag(0.0, aliases=("--mscale-all-dim",), minimum=0, requires="--rope-scaling yarn")
@@ -54,7 +54,7 @@ class ModelTraits:
     kv_lora_rank: int = flag(0, minimum=0)
     """Width of the latent from which keys and values are computed (multi-head latent attention); 0: there is none."""
     q_lora_rank: int = flag(0, minimum=0, requires="--kv-lora-rank")
-    """Width of the latent from which queries are computed; 0: they are projected from the hidden size."""
+    """Width of the latent from which queries are computed; 0: they are projected from the hidden state."""
     qk_nope_head_dim: int = flag(128, aliases=("--qk-head-dim",), minimum=1, requires="--kv-lora-rank")
     """Latent attention: width of the part of each query and key that is not rotated."""
     qk_rope_head_dim: int = flag(64, aliases=("--qk-pos-emb-head-dim",), minimum=2, requires="--kv-lora-rank")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_magnitude
+from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_mscale
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.checkpoint.hf_types import (
     AUTHORS_TYPE,
@@ -85,7 +85,7 @@ def model_config_from_hf(
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
     values |= _copied(given, (*SIZES, *TRAITS, *row.keys))
     if "kv_lora_rank" in values:
-        # Programs write different numbers.
+        # Programs disagree on the values of these keys.
         width = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
         values |= {"num_key_value_heads": 1, "head_dim": width}
     if row.has_output_bias:
@@ -140,6 +140,7 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         errors.append(("num_experts, num_local_experts or n_routed_experts", sorted(numbers) or None, "one number"))
     # Keys of other types have no meaning in this one.
     known = {key: given[key] for key in row.experts if key in given}
+    # A greedy choice ignores the groups.
     if known.get("topk_method") == "greedy":
         known |= dict.fromkeys(GROUPS, 1)
     elif known.get("topk_method") == "noaux_tc":
@@ -214,7 +215,7 @@ def _rope(config: Mapping[str, Any], read: HFKeys, model_type: str, errors: _Err
             for number, name in ROPE_FIELDS[kind].items()
         }
         if kind == "yarn" and rope.factor is not None:
-            errors += _yarn_errors(key, rope, rope.factor)
+            errors += _yarn_errors(key, rope, rope.factor, scaling)
         embeddings[key] = {"rope_scaling": "none" if kind == "default" else kind, **scaling}
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     parts = {key: part for key, part in parts.items() if part is not None}
@@ -231,16 +232,16 @@ def _rope(config: Mapping[str, Any], read: HFKeys, model_type: str, errors: _Err
     return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
 
 
-def _yarn_errors(key: str, rope: HFRope, factor: float) -> _Errors:
-    """Return what our YaRN would compute differently from transformers'."""
+def _yarn_errors(key: str, rope: HFRope, factor: float, scaling: Mapping[str, Any]) -> _Errors:
+    """Return what our YaRN, with the fields `scaling`, would compute differently from transformers'."""
     errors = _Errors()
     if rope.truncate is False:
         errors.append((f"{key}.truncate", False, "true: the scaled frequencies begin and end at whole indices"))
-    computed = yarn_magnitude(factor, 1.0 if rope.mscale is None else rope.mscale, rope.mscale_all_dim or 0.0)
+    computed = yarn_mscale(factor, scaling["rope_mscale"]) / yarn_mscale(factor, scaling["rope_mscale_all_dim"])
     theirs = rope.attention_factor
     if theirs is None:
         # Neither scale has an effect without the other.
-        theirs = computed if rope.mscale and rope.mscale_all_dim else yarn_magnitude(factor, 1.0)
+        theirs = computed if rope.mscale and rope.mscale_all_dim else yarn_mscale(factor, 1.0)
     if not math.isclose(theirs, computed, rel_tol=1e-6):
         expected = f"{computed:.9g}, which follows from factor, mscale and mscale_all_dim"
         errors.append((f"{key}.attention_factor", rope.attention_factor, expected))
@@ -284,19 +285,17 @@ def _wiring(model_type: str, read: HFKeys, count: int, errors: _Errors) -> dict[
 def _instella_layers(read: HFKeys, count: int, errors: _Errors) -> tuple[int, ...]:
     """Return the late layers of Instella, if they are those of our farskip.
 
-    Behind a standard layer with experts, the first late attention of Instella misses these, and ours does not.
+    After a standard layer with experts, the first late attention of Instella misses their output, and ours does not.
     """
     start, dense = read.farskip_start_idx or 0, read.first_k_dense_replace or 0
-    end = count - 1 if read.farskip_end_idx is None else min(int(read.farskip_end_idx), count - 1)
+    end = count - 1 if read.farskip_end_idx is None else int(min(read.farskip_end_idx, count - 1))
     if not read.farskip or start > end:
         return ()
     for key in ("attn_only_farskip", "mlp_only_farskip"):
         if getattr(read, key):
             errors.append((key, True, "false: a part of farskip is not supported"))
     if start > dense:
-        errors.append(
-            ("farskip_start_idx", start, f"at most first_k_dense_replace, {dense}: no layer of experts before")
-        )
+        errors.append(("farskip_start_idx", start, f"at most first_k_dense_replace, {dense}: only dense layers before"))
     return tuple(range(start, end + 1))
 
 
@@ -402,7 +401,7 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
     scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in ROPE_FIELDS[kind].items()}
     # Where it follows from both scales, vLLM's DeepSeek would ignore these for a factor of 1.
     if kind == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
-        scaling["attention_factor"] = model.rotary_magnitude
+        scaling["attention_factor"] = model.attention_factor
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
     return {
         "rope_parameters": {**scaling, **part, "rope_theta": model.rotary_base},

@@ -193,7 +193,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     if plain and "auto_map" in config and config.get("architectures") != [plain]:
         raise UserError(
             f"{source}: auto_map names custom code, which is not run, for architectures {config.get('architectures')}, "
-            f"so the computation of this {model_type} is unknown; if it is plain, list {plain}"
+            f"so the computation of this {model_type} is unknown; if it is plain, set architectures to {[plain]}"
         )
     found = _read_tensors(path)
     model = model_config_from_hf(config, source, len(found))
@@ -244,9 +244,11 @@ def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
 def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> int:
     """Remove the tensors of layers that predict further tokens from `found`; return their number."""
     key = "num_nextn_predict_layers"
-    last = model.num_layers + (config.get(key) or 0) * (key in TYPES[type_of(config)].constants)
+    if key not in TYPES[type_of(config)].constants:
+        return 0
+    beyond = range(model.num_layers, model.num_layers + (config.get(key) or 0))
     layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
-    names = [name for name, match in layers.items() if match and model.num_layers <= int(match[1]) < last]
+    names = [name for name, match in layers.items() if match and int(match[1]) in beyond]
     for name in names:
         del found[name]
     return len(names)

@@ -13,7 +13,7 @@ OWN_TYPE = "megatron_ladder"
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`. It is only read."""
 INSTELLA_TYPE = "instella_moe"
-"""AMD's Instella-MoE: DeepSeek-V3, whose `model_type` it has, with gated attention in farskip. It is only read."""
+"""AMD's Instella-MoE, a DeepSeek-V3 (its `model_type`) with gated attention and the farskip wiring. It is only read."""
 _INSTELLA_ARCHITECTURES = ["InstellaMoEForCausalLM"]
 UNREADABLE = {
     "longcat_flash": "experts that compute nothing",
@@ -123,13 +123,13 @@ class HFKeys(Struct):
 def _fields_of_keys() -> dict[str, str]:
     """Return the field of the model for each key of `HFKeys` that has its value: the annotated name, or the key's."""
     model_fields = {known.name for known in fields(ModelConfig)}
-    found: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for key, hint in get_type_hints(HFKeys, include_extras=True).items():
         annotated = [name for name in getattr(hint, "__metadata__", ()) if isinstance(name, str)]
         name = annotated[0] if annotated else key
         if name in model_fields:
-            found[key] = name
-    return found
+            by_key[key] = name
+    return by_key
 
 
 FIELDS = _fields_of_keys()

@@ -183,7 +183,7 @@ def plan_merge(options: MergeOptions) -> Conversion:
 
 def _merged_names(options: MergeOptions) -> list[str]:
     """Return the names of the checkpoints to merge, the oldest first; raise UserError if they do not exist."""
-    # Of an iteration that was saved several times, the newest.
+    # The newest checkpoint of an iteration that was saved several times.
     names = {publish.publishing_order(name)[0]: name for name in publish.published_checkpoints(options.load)}
     iterations = sorted({*options.iterations})
     flag = f"--iterations {' '.join(map(str, options.iterations))}"
@@ -192,7 +192,7 @@ def _merged_names(options: MergeOptions) -> list[str]:
         flag = f"--last {options.last}"
     if not {*iterations} <= names.keys() or len(iterations) < (options.last or 2):
         existing = f"found iterations {', '.join(map(str, sorted(names))) or 'none'} in {options.load}"
-        raise UserError(f"{flag}: expected two or more of the checkpoints there are: {existing}")
+        raise UserError(f"{flag}: expected two or more existing checkpoints: {existing}")
     return [names[iteration] for iteration in iterations]
 
 

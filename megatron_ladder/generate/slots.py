@@ -246,7 +246,7 @@ class SlotBatch:
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
         config, dtype = model.config, model.compute_dtype
-        # Latents are values, too, and usually wider than heads of FlashAttention.
+        # Latents are usually wider than the heads that FlashAttention supports.
         self._counts_filled = not config.is_latent and counts_filled_columns(dtype, config.head_dim, self._device)
         if self._counts_filled:
             positions = math.ceil(positions / PAGE) * PAGE

@@ -20,7 +20,7 @@ from megatron_ladder.parallel.partial_gradients import PartialGradients
 from megatron_ladder.parallel.products import InputGradient
 
 _LATENT_EPSILON = 1e-6
-"""The published models of latent attention have this term in the norms of latents, whatever that of other norms is."""
+"""Epsilon of the norms of latents in all published models, independent of that of their other norms."""
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
@@ -111,7 +111,7 @@ class LatentHeads(_AttentionHeads):
             (latents,) = context.cache.update(self.number, new)
             if q.shape[2] == 1:
                 return self._attend_to_latents(q, latents, context.mask)
-        # Several queries are those of prompts, whose tokens attend to no others.
+        # Several queries belong to prompts or training, where the keys are those of the same tokens.
         k, v = self.operations.expand_latent(self.kv_b_proj(latent), key, q.shape[1], self.nope)
         return self.attend_to(q, k, v, context)[..., : self.value_dim]
 
@@ -121,7 +121,7 @@ class LatentHeads(_AttentionHeads):
 
         A head's rows of `kv_b_proj` multiply its query instead of every latent, which gives the same scores, and then
         the weighted sum of the latents. All heads share the latents, so both products are matrix products. The kernels
-        of `Operations.attend` would process a sample on one multiprocessor, or are for smaller widths.
+        of `Operations.attend` would process a sample on one multiprocessor, or support only smaller widths.
         """
         rank, rotated = self.latent_widths
         weight = self.kv_b_proj.weight.unflatten(0, (q.shape[1], -1))

@@ -56,7 +56,7 @@ def document_attention(
     if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3]:
         packed = _flash_attention
     if packed is None:
-        attend = partial(_attend_row, scale)
+        attend = partial(_attend_row, scale=scale)
         return torch.cat(list(map(attend, q, k, v, _lengths_of_rows(documents.lengths, q.shape[2]))))
     batch, _, length, _ = q.shape
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -74,7 +74,7 @@ def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
     return rows
 
 
-def _attend_row(scale: float | None, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None) -> Tensor:
     """Attend within the documents of one row: [heads, s, d] each -> [1, heads, s, d]."""
     pieces = zip(*(x.unsqueeze(0).split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     is_grouped = q.shape[0] != k.shape[0]

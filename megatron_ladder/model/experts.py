@@ -199,8 +199,8 @@ def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
     groups = config.moe_router_num_groups
     if groups > 1:
         grouped = scores.unflatten(-1, (groups, -1))
-        ranks = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
-        best = ranks.topk(config.moe_router_group_topk, dim=-1).indices
+        group_scores = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        best = group_scores.topk(config.moe_router_group_topk, dim=-1).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         scores = grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.topk(config.moe_router_topk, dim=-1).indices

@@ -67,10 +67,10 @@ def _split_heads(
 
 
 def _rotate_latent(queries: Tensor, key: Tensor, nope: int, table: RotaryTable) -> tuple[Tensor, Tensor]:
-    """Rotate what latent attention rotates, the pairs of elements 2j and 2j + 1.
+    """Rotate the pairs of elements 2j and 2j + 1 in the rotary parts of the queries and the key of latent attention.
 
-    Queries [s, b, heads/t * (nope + rope)] -> [b, heads/t, s, nope + rope], of which `nope` elements of each head are
-    left as they are; the key that all heads share, [s, b, rope] -> [b, 1, s, rope]. The first elements of all pairs
+    Queries [s, b, heads/t * (nope + rope)] -> [b, heads/t, s, nope + rope], of which the first `nope` elements of each
+    head are not rotated; the key that all heads share, [s, b, rope] -> [b, 1, s, rope]. The first elements of all pairs
     then precede the second ones, in queries and key alike.
     """
 

@@ -65,7 +65,7 @@ def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dt
     """
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(config, dtype, positions.device)
-    cos, sin = config.rotary_magnitude * angles.cos(), config.rotary_magnitude * angles.sin()
+    cos, sin = config.attention_factor * angles.cos(), config.attention_factor * angles.sin()
     return RotaryTable(torch.cat((cos, cos), dim=-1).unsqueeze(2), torch.cat((-sin, sin), dim=-1).unsqueeze(2))
 
 

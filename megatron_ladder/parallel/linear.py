@@ -33,7 +33,7 @@ class ColumnParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(self, matrices: Sequence[Matrix], placement: Placement, sum_input_gradient: bool = True) -> None:
-        """`place.linear` multiplies where autograd computes the input's gradient, summed if `sum_input_gradient`."""
+        """`placement.linear` multiplies where autograd computes the gradient of x, summed if `sum_input_gradient`."""
         super().__init__(placement)
         self.linear = placement.linear
         self.sum_input_gradient = sum_input_gradient
@@ -50,7 +50,7 @@ class ColumnParallelLinear(ParallelModule):
         autograd, which would wait for the sum.
         """
         bias = self._bias_of_all_columns()
-        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters(recurse=False))
+        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters(recurse=False))
         shared_rows = self._shared_rows if is_trained else None
         if input_gradient is None and self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)

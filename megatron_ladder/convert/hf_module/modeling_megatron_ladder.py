@@ -93,7 +93,7 @@ def _see(
 
 
 class _WithGate:
-    """An attention, in the eyes of its `forward`, whose output projection first multiplies its input by a gate."""
+    """Stands for an attention in its `forward`, with an output projection that first multiplies its input by a gate."""
 
     def __init__(self, attention: nn.Module, gate: Tensor) -> None:
         self._attention: Any = attention
@@ -107,7 +107,7 @@ class _WithGate:
 
 
 class _Gated(nn.Module):
-    """The first base class of attentions whose output the sigmoid of a projection of their input multiplies."""
+    """The first base class of attentions with an output gate, the sigmoid of a projection of their input."""
 
     without_gate: Any
     o_proj: Any
@@ -170,8 +170,8 @@ class MegatronLadderRouter(nn.Module):
         choice = scores + self.e_score_correction_bias if config.use_expert_bias else scores
         if config.n_group > 1:
             groups = choice.unflatten(-1, (config.n_group, -1))
-            ranks = groups.topk(2, dim=-1).values.sum(-1) if config.use_expert_bias else groups.amax(-1)
-            best = ranks.topk(config.topk_group, dim=-1).indices
+            group_scores = groups.topk(2, dim=-1).values.sum(-1) if config.use_expert_bias else groups.amax(-1)
+            best = group_scores.topk(config.topk_group, dim=-1).indices
             outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
             choice = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
         chosen = choice.topk(config.num_experts_per_tok, dim=-1).indices

@@ -113,7 +113,7 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     assert not list((tmp_path / "back").glob("*.py"))
     edit_config(hf, architectures=["OddForCausalLM"])
     (error,) = errors_of(convert, "import", "--hf", hf, "--save", tmp_path / "new")
-    assert "for architectures ['OddForCausalLM']" in error and "list DeepseekV3ForCausalLM" in error
+    assert "for architectures ['OddForCausalLM']" in error and "architectures to ['DeepseekV3ForCausalLM']" in error
 
 
 def test_instella_keeps_its_wiring_and_licence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

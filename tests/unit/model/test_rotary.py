@@ -59,7 +59,7 @@ def test_magnitudes_of_yarn(mscale: float, mscale_all_dim: float) -> None:
     values = {"rope_scaling_factor": 40.0, "rope_mscale": mscale, "rope_mscale_all_dim": mscale_all_dim}
     config = small_model(rope_scaling="yarn", **values)
     _, magnitude = of_transformers(config, mscale=mscale, mscale_all_dim=mscale_all_dim)
-    assert config.rotary_magnitude == magnitude
+    assert config.attention_factor == magnitude
 
 
 def test_the_scores_of_latent_attention_are_scaled() -> None:
