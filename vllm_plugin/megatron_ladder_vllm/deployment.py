@@ -31,7 +31,7 @@ class ModelSizes(ModelArchConfigConvertorBase):
         return bool(self.hf_config.kv_lora_rank) and not current_platform.is_cpu()
 
     def get_head_size(self) -> int:
-        """Return the width of a cached key, which is that of a value, too: one that all backends have."""
+        """Return the width of cached keys and values, padded to one that all backends support."""
         config = self.hf_config
         if not config.kv_lora_rank or (self.is_deepseek_mla() and not envs.VLLM_MLA_DISABLE):
             return super().get_head_size()
@@ -126,7 +126,8 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
             f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
             "in flight; use ngram, suffix, eagle or draft_model"
         )
-    rope, length = config.rope_parameters or {}, vllm_config.model_config.max_model_len
+    rope = config.rope_parameters or {}
+    length = vllm_config.model_config.max_model_len
     positions = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
     if rope.get("rope_type") == "yarn" and length > positions:
         yield f"--max-model-len {length}: vLLM's table for YaRN has {positions} positions; use at most as many"

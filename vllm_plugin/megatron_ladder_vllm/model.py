@@ -47,7 +47,7 @@ from megatron_ladder_vllm.deployment import check_attention
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
 LATENT_NORM_EPSILON = 1e-6
-"""In the norms of latents, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of latents, independent of `rms_norm_eps`."""
 LATENT_PROJECTIONS = ("q_a_proj", "kv_a_proj_with_mqa")
 """Names of two matrices that are computed as one."""
 
@@ -97,7 +97,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        hidden, heads, rope = config.hidden_size, config.num_attention_heads, config.rope_parameters or {}
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        rope = config.rope_parameters or {}
         nope, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
         cache = vllm_config.cache_config
@@ -120,7 +122,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(kv_rank, eps=LATENT_NORM_EPSILON)
         self.kv_b_proj = ColumnParallelLinear(kv_rank, heads * (nope + value), bias=False, **named("kv_b_proj"))
         self.rotary_emb = get_rope(rotary, config.max_position_embeddings, is_neox_style=False, rope_parameters=rope)
-        # The kernel for CPUs takes a part of each head for whole heads.
+        # The kernel for CPUs would treat the rotated part of each head as a whole head.
         self.rotate = self.rotary_emb.forward_native if current_platform.is_cpu() else self.rotary_emb
         scale = (nope + rotary) ** -0.5 * yarn_get_mscale(rope.get("factor", 1), rope.get("mscale_all_dim") or 0) ** 2
         self.caches_latents = vllm_config.model_config.use_mla
@@ -140,12 +142,14 @@ class LatentAttention(nn.Module):
         *q_latent, latent, k_rotary = self.fused_qkv_a_proj(hidden_states)[0].split(self.latents, dim=-1)
         q, _ = self.q_b_proj(self.q_a_layernorm(*q_latent)) if q_latent else self.q_proj(hidden_states)
         q = q.unflatten(-1, (self.heads, -1))
-        latent, k_rotary = self.kv_a_layernorm(latent), k_rotary.unsqueeze(1)
+        latent = self.kv_a_layernorm(latent)
+        k_rotary = k_rotary.unsqueeze(1)
         q[..., self.nope :], k_rotary = self.rotate(positions, q[..., self.nope :], k_rotary)
         if self.caches_latents:
             attended = self.attn(q, latent, k_rotary, output_shape=(len(q), self.heads * self.value))
         else:
-            kv, width = self.kv_b_proj(latent)[0].unflatten(-1, (self.heads, -1)), self.attn.head_size
+            width = self.attn.head_size
+            kv = self.kv_b_proj(latent)[0].unflatten(-1, (self.heads, -1))
             k = torch.cat([kv[..., : self.nope], k_rotary.expand(-1, self.heads, -1)], dim=-1)
             padded = (nn.functional.pad(x, (0, width - x.shape[-1])).flatten(1) for x in (q, k, kv[..., self.nope :]))
             attended = self.attn(*padded).unflatten(-1, (self.heads, width))[..., : self.value].flatten(1)
@@ -156,8 +160,10 @@ def output_gate(config: MegatronLadderConfig, vllm_config: VllmConfig, width: in
     """Return the projection whose sigmoid multiplies the output of attention, if the model has one."""
     if not config.gated_attention:
         return None
-    quant_config, name = vllm_config.quant_config, f"{prefix}.gate_proj"
-    return ColumnParallelLinear(config.hidden_size, width, bias=False, quant_config=quant_config, prefix=name)
+    name = f"{prefix}.gate_proj"
+    return ColumnParallelLinear(
+        config.hidden_size, width, bias=False, quant_config=vllm_config.quant_config, prefix=name
+    )
 
 
 def gated(gate: nn.Module | None, attended: Tensor, reading: Tensor) -> Tensor:
