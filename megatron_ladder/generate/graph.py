@@ -101,7 +101,7 @@ class FilledColumns(NamedTuple):
     filled: Tensor
     """[b kv_heads/t] int32, the number of filled columns."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """See `Operations.attend`; there is no mask."""
         kv_heads, positions, head_dim = k.shape[1:]
         attended = flash_attention(
@@ -112,8 +112,8 @@ class FilledColumns(NamedTuple):
             self.key_starts,
             1,
             positions,
+            scale,
             used_keys=self.filled,
             pages=self.pages,
-            scale=scale,
         )
         return attended.view(q.shape)

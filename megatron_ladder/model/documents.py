@@ -36,22 +36,17 @@ class DocumentBounds(NamedTuple):
         return DocumentBounds(lengths, to_device(bounds, device))
 
 
-PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds, float | None], Tensor]
+PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds, float], Tensor]
 """(packed queries, keys, values, documents, scale) -> packed outputs."""
 
 
 def document_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: DocumentBounds,
-    scale: float | None = None,
-    packed: PackedAttention | None = None,
+    q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float, packed: PackedAttention | None = None
 ) -> Tensor:
     """Attend within documents: q [b, heads, s, d], k and v [b, kv_heads, s, d] -> [b, heads, s, d].
 
-    `scale` multiplies the scores, by default 1 / sqrt(d). `packed` computes all documents at once; by default torch's
-    kernel on CUDA in half precision, which needs values as wide as keys, and none elsewhere.
+    `scale` multiplies the scores. `packed` computes all documents at once; by default torch's kernel on CUDA in half
+    precision, which needs values as wide as keys, and none elsewhere.
     """
     if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3]:
         packed = _flash_attention
@@ -74,7 +69,7 @@ def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
     return rows
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None) -> Tensor:
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """Attend within the documents of one row: [heads, s, d] each -> [1, heads, s, d]."""
     pieces = zip(*(x.unsqueeze(0).split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     is_grouped = q.shape[0] != k.shape[0]
@@ -85,6 +80,6 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: 
     return torch.cat(attended, dim=2)
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float | None) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float) -> Tensor:
     longest = max(documents.lengths)
-    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, is_causal=True, scale=scale)
+    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, scale, is_causal=True)

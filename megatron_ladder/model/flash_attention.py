@@ -15,16 +15,15 @@ def flash_attention(
     key_starts: Tensor,
     longest_query: int,
     longest_key: int,
+    scale: float,
     is_causal: bool = False,
     used_keys: Tensor | None = None,
     pages: Tensor | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Attend within n sequences: q [queries, heads, d], k and v [keys, kv_heads, d] -> [queries, heads, d].
 
     `query_starts` and `key_starts` [n + 1] int32 are the first row of each sequence and the end of the last one.
-    Only the first `used_keys` [n] int32 keys of each sequence are used; by default all. `scale` multiplies the scores,
-    by default 1 / sqrt(d).
+    `scale` multiplies the scores. Only the first `used_keys` [n] int32 keys of each sequence are used; by default all.
 
     The operator splits the keys of a head among multiprocessors if `pages` [n, 1] int32 lists the page of each
     sequence: `longest_key` keys, a multiple of 256. torch before 2.13 does so only if several heads share the keys.

@@ -102,12 +102,12 @@ _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 """cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Apply attention: q [b, heads/t, s, d], k [b, kv_heads/t, positions, d], v [b, kv_heads/t, positions, width of a
     value] -> [b, heads/t, s, width of a value].
 
     `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions]. Scores
-    are multiplied by `scale`, by default 1 / sqrt(d).
+    are multiplied by `scale`.
     """
     if q.shape[2] == 1 and q.is_cuda:
         with sdpa_kernel(_WITHOUT_PLANS):
@@ -115,7 +115,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     return _attend_once(q, k, v, mask, scale)
 
 
-def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # torch aligns a causal mask with the first key, which would hide the cache from a single query.
     causal = mask is None and q.shape[2] > 1
     if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
@@ -146,7 +146,7 @@ class Operations:
     ] = _split_heads
     rotate_latent: Callable[[Tensor, Tensor, int, RotaryTable], tuple[Tensor, Tensor]] = _rotate_latent
     expand_latent: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = _expand_latent
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor] = _attend
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = _attend
     gate: Callable[[Tensor, Tensor], Tensor] = _gate
     """(attended [..., n], gate [..., n]) -> [..., n], the output gate."""
     swiglu: Callable[[Tensor], Tensor] = _swiglu

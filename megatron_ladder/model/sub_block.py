@@ -62,7 +62,7 @@ class SequenceContext(NamedTuple):
     sees the positions up to its own, and a single query, being the newest, sees all."""
     documents: DocumentBounds | None = None
     """In training, the documents of the rows, outside of which no query attends; None means one document per row."""
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor] | None = None
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None
     """Replaces the model's `Operations.attend`."""
     losses: dict[str, Tensor] | None = None
     """In training, receives the losses of the bodies, summed by name."""

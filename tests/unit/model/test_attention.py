@@ -23,7 +23,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend with an explicit mask [b, s, s]."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     number = [sum(place >= bound for bound in BOUNDS.tolist()) for place in range(BATCH * LENGTH)]
@@ -36,7 +36,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
             for row in range(BATCH)
         ]
     )
-    scale = 1 / math.sqrt(WIDTH) if scale is None else scale
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden[:, None], -math.inf)
     return torch.softmax(scores, dim=-1) @ v
 
@@ -53,7 +52,7 @@ def as_documented(
     is_causal: bool,
     debug: bool,
     *,
-    scale: float | None,
+    scale: float,
     seqused_k: None,
 ) -> tuple[Tensor]:
     """aten._flash_attention_forward, which CPUs lack, from the documentation of torch.nn.attention.varlen.varlen_attn.
@@ -68,7 +67,7 @@ def as_documented(
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-        scores = q @ k.transpose(1, 2) * (1 / math.sqrt(WIDTH) if scale is None else scale)
+        scores = q @ k.transpose(1, 2) * scale
         later = torch.ones(end - begin, end - begin).triu(1).bool()
         found.append((torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v).transpose(0, 1))
     meta = (x.detach().to("meta") for x in (query, key, value, cu_seq_q, cu_seq_k))
@@ -80,10 +79,8 @@ def as_documented(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_tokens_attend_within_their_document(
-    packed: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("scale", [1 / math.sqrt(WIDTH), 0.7])
+def test_tokens_attend_within_their_document(packed: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention, "flash_attention_forward", as_documented)
     kernel = _flash_attention if packed else None
     results = []
@@ -107,23 +104,23 @@ def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.Monke
 
     taken: list[torch.dtype] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float | None) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float) -> Tensor:
         taken.append(q.dtype)
         return q
 
     monkeypatch.setattr(documents_module, "_flash_attention", kernel)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = (x.detach().to(dtype).as_subclass(OnCuda) for x in inputs())
-        document_attention(q, k, v, DocumentBounds.of(BOUNDS, torch.device("cpu")))
+        document_attention(q, k, v, DocumentBounds.of(BOUNDS, torch.device("cpu")), 1.0)
     assert taken == [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("value_width", "scale"), [(8, None), (5, 0.7)])
+@pytest.mark.parametrize(("value_width", "scale"), [(8, 8**-0.5), (5, 0.7)])
 def test_one_query_or_several_over_grouped_heads_of_a_cache(
-    heads: int, kv_heads: int, queries: int, masked: bool, value_width: int, scale: float | None
+    heads: int, kv_heads: int, queries: int, masked: bool, value_width: int, scale: float
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, queries, heads, 8).transpose(1, 2)

@@ -61,7 +61,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return _FusedNorm.apply(x, weight)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
 
 
