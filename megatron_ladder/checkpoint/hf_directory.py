@@ -20,7 +20,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, type_of
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
@@ -189,7 +189,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
     model_type = type_of(config)
-    plain = TYPES[model_type].architecture if model_type in TYPES and model_type != OWN_TYPE else ""
+    plain = plain_architecture(model_type)
     if plain and "auto_map" in config and config.get("architectures") != [plain]:
         raise UserError(
             f"{source}: auto_map names custom code, which is not run, for architectures {config.get('architectures')}, "

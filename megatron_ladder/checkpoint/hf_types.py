@@ -174,9 +174,9 @@ class _Type:
     architecture: str = ""
     """The class of a language model; "" for a type that is only read."""
     required: tuple[str, ...] = ("num_key_value_heads",)
-    """Keys of all types that must be present, because the type has another default."""
+    """Keys that must be present, besides those that every type requires."""
     experts: tuple[str, ...] = ()
-    """Keys of the experts, beginning with their number. They must be present, except for Qwen's dense layers."""
+    """Keys of the experts, beginning with their number. The lists of dense layers and of kinds can be missing."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are written with the same values for all models."""
     same: Mapping[str, Any] = field(default_factory=dict)
@@ -284,6 +284,11 @@ TYPES = {
     ),
 }
 """`model_type` -> its keys. A model is written as the first type that expresses it."""
+
+
+def plain_architecture(model_type: str) -> str:
+    """Return the class of transformers that computes models of a type; "" if there is none."""
+    return TYPES[model_type].architecture if model_type in TYPES and model_type != OWN_TYPE else ""
 
 
 def type_of(config: Mapping[str, Any]) -> str:

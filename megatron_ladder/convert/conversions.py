@@ -26,7 +26,7 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
-from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES
+from megatron_ladder.checkpoint.hf_types import plain_architecture
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.tensor_file import box_key
@@ -350,7 +350,7 @@ def _compare_logits(
         own_code: whether this process wrote the code in the directory, so that it may run.
         compared: describes whose logits these are.
     """
-    plain = model_type != OWN_TYPE and TYPES[model_type].architecture != ""
+    plain = plain_architecture(model_type) != ""
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available
     if not plain and not own_code:
