@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.flags import section_flags
+from tests.distributed import test_correctness
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.commands import tracked_files
 
@@ -234,6 +235,15 @@ def test_documentation_stays_within_its_budget() -> None:
     pages = {name for name in tracked_files() if re.fullmatch(r"README.md|docs/.*\.md|examples/.*README.md", name)}
     pages.remove("docs/flags.md")
     assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
+
+
+def test_the_quick_run_names_cases_that_are_not_slow() -> None:
+    """Their names change with each axis of the grid, and pytest leaves out a slow case without an error."""
+    script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
+    (names,) = re.findall(r"test_every_wiring_and_layout\[.\{(.+)\}.\]", script)
+    (grid,) = test_correctness.test_every_wiring_and_layout.pytestmark
+    quick = {case.id for case in grid.args[1] if not case.marks}
+    assert {*names.split(",")} <= quick
 
 
 def test_an_installation_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
