@@ -115,6 +115,14 @@ def test_a_shortened_interleaved_run_holds_as_many_micro_batches(micro_batches: 
     assert shortened.accumulation_steps <= min(micro_batches, stages * chunks + stages)
 
 
+def assert_planned_memory(capsys: pytest.CaptureFixture[str], ranks: int, words: str, samples: int) -> None:
+    """Assert that a dry run of one micro-batch reports no stage whose memory differs from the planner's."""
+    sizes = f"--vocab-size 512 --global-batch-size {samples} --micro-batch-size {samples}"
+    dry_run(parse_run([*LARGER, *words.split(), *sizes.split()]), ranks)
+    report = capsys.readouterr().out
+    assert "planner" in report and "*** stage" not in report, report
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sharding", ["width", "experts"])
 def test_memory_of_experts_is_that_of_the_planner(
@@ -122,26 +130,19 @@ def test_memory_of_experts_is_that_of_the_planner(
 ) -> None:
     words = (
         f"--tensor-model-parallel-size {ranks} --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
-        f"--expert-sharding {sharding} --hidden-size 512 --num-attention-heads 8 --vocab-size 512"
+        f"--expert-sharding {sharding} --hidden-size 512 --num-attention-heads 8"
     )
-    dry_run(parse_run([*LARGER, *words.split(), *"--global-batch-size 2 --micro-batch-size 2".split()]), ranks)
-    report = capsys.readouterr().out
-    assert "planner" in report and "*** stage" not in report, report
+    assert_planned_memory(capsys, ranks, words, samples=2)
 
 
 @pytest.mark.parametrize("value", [128, 96])
-@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
-def test_memory_of_latents_is_that_of_the_planner(
-    capsys: pytest.CaptureFixture[str], recompute: str, value: int
-) -> None:
-    """Values as wide as queries, and narrower ones, which are padded."""
+def test_memory_of_latents_is_that_of_the_planner(capsys: pytest.CaptureFixture[str], value: int) -> None:
+    """Values as wide as queries, and narrower ones, which are padded. In this shape, attention keeps most of all."""
     words = (
         "--tensor-model-parallel-size 4 --kv-lora-rank 512 --q-lora-rank 768 --qk-nope-head-dim 96 "
-        f"--qk-rope-head-dim 32 --v-head-dim {value} --attention-output-gate --vocab-size 512 {recompute}"
+        f"--qk-rope-head-dim 32 --v-head-dim {value} --attention-output-gate --hidden-size 512 --ffn-hidden-size 512"
     )
-    dry_run(parse_run([*LARGER, *words.split(), *"--global-batch-size 2 --micro-batch-size 2".split()]), 4)
-    report = capsys.readouterr().out
-    assert "planner" in report and "*** stage" not in report, report
+    assert_planned_memory(capsys, 4, words, samples=8)
 
 
 def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

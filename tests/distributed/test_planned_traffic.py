@@ -101,9 +101,9 @@ CLUSTERS = {
         f"--residual-mode ladder-parallel --num-layers 2 {LATENTS} --tensor-model-parallel-size 2 --zero-stage 2 "
         "--recompute-granularity full --global-batch-size 8",
     ),
-    "key heads on several ranks, boxes of three": Cluster(
+    "key heads on several ranks, boxes of five": Cluster(
         8,
-        3,
+        5,
         "--bf16 --residual-mode ladder --num-layers 2 --num-query-groups 2 --add-qkv-bias "
         "--tensor-model-parallel-size 8",
     ),
