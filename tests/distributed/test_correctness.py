@@ -318,14 +318,15 @@ def test_streams_of_their_own(
 @pytest.mark.parametrize(
     ("name", "attention", "recompute"),
     pairwise(
-        [name for name, (ranks, changes) in OWN_STREAMS.items() if changes.get("lanes", ranks) == ranks],
-        {name: attention for name, attention in ATTENTIONS.items() if name != "grouped"},
+        ["2-lanes-on-2", "4-lanes-on-4", "desync-4-on-2", "desync-2-on-4"],
+        {name: ATTENTIONS[name] for name in ("latent", "latent-queries")},
         RECOMPUTED,
     ),
 )
-def test_attentions_of_streams_of_their_own(
+def test_latents_of_streams_of_their_own(
     gloo_pools: GlooPools, name: str, attention: dict[str, Any], recompute: int
 ) -> None:
+    """Lanes of one rank cannot share a latent."""
     ranks, changes = OWN_STREAMS[name]
     config = small_model(**changes | attention)
     check(gloo_pools, config, How(ranks, "", "width", "overlap", recompute, (1, 3), 2), make_batch(config))

@@ -76,7 +76,12 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
         ("2x1x2", "desync", "--zero-stage 3 --recompute-granularity full --distill-weight 0.3 --distill-temperature 3"),
         # One rank has all words.
         ("2x1x1", "lanes", "--sequence-parallel --vocab-size 101 --distill-temperature 0.25 --z-loss-coeff 0.02"),
-        ("2x1x2", "latent", f"{LATENT} --zero-stage 1 --attention-output-gate --lr 1e-3"),
+        pytest.param(
+            "2x1x2",
+            "latent",
+            f"{LATENT} --zero-stage 1 --attention-output-gate --lr 1e-3",
+            marks=pytest.mark.slow,
+        ),
         ("2x1x1", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
     ],
 )

@@ -44,35 +44,35 @@ def gradient(module: Any, name: str) -> Tensor:
     return gates if part == "gate_proj.weight" else ups
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("moonlight", "glm")])
+def cases() -> list[Any]:
+    """Return each model with all numbers of ranks that share its heads; all but one of each are slow."""
+    found = []
+    for index, (name, (_, changes)) in enumerate(CASES.items()):
+        sizes = (1, 3) if changes.get("num_attention_heads") == 3 else (1, 2, 4)
+        quick = sizes[1 + index % 2] if len(sizes) > 2 else sizes[-1]
+        for ranks in sizes:
+            found.append(pytest.param(name, ranks, marks=() if ranks == quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases())
 def test_logits_and_gradients_are_those_of_transformers(
     gloo_pools: GlooPools, tmp_path: Path, name: str, ranks: int
 ) -> None:
-    check(gloo_pools, tmp_path, name, ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", ["moonlight", "glm"])
-def test_three_heads(gloo_pools: GlooPools, tmp_path: Path, name: str, ranks: int) -> None:
-    check(gloo_pools, tmp_path, name, ranks)
-
-
-def check(gloo_pools: GlooPools, folder: Path, name: str, ranks: int) -> None:
     kind, changes = CASES[name]
-    theirs = save_model(folder / "hf", kind, **changes)
+    theirs = save_model(tmp_path / "hf", kind, **changes)
     with torch.no_grad():
         # Scores near zero would leave the gradients of queries to rounding.
         for part, weight in theirs.named_parameters():
             weight *= 3 if ".self_attn." in part and weight.dim() == 2 else 1
-    theirs.save_pretrained(folder / "hf")
+    theirs.save_pretrained(tmp_path / "hf")
     # Longer than the original positions of YaRN.
     tokens, labels = torch.randint(0, 301, (2, 2, 48), generator=torch.Generator().manual_seed(3))
     expected = theirs(tokens).logits
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    outcomes = gloo_pools(ranks).run(on_ranks, str(folder / "hf"), ranks, tokens, labels)
+    outcomes = gloo_pools(ranks).run(on_ranks, str(tmp_path / "hf"), ranks, tokens, labels)
     found = torch.cat([logits for logits, _ in outcomes], dim=-1)[..., :301].transpose(0, 1)
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
-    model = open_hf_directory(folder / "hf").model
+    model = open_hf_directory(tmp_path / "hf").model
     names = [spec.name for spec in model_tensors(model) if not spec.name.endswith("expert_bias")]
     assert_pieces([pieces for _, pieces in outcomes], {name: gradient(theirs, name) for name in names}, TOLERANCE)

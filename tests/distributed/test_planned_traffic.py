@@ -153,7 +153,11 @@ def recorded_traffic(program: RankProgram, per_box: int) -> dict[str, Sent]:
     return {kind: Sent(inside[kind], across[kind]) for kind in (*KINDS.values(), "others")}
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+SLOW = ("TP x DP is a box", "TP larger than a box", "experts, boxes of three")
+"""Other clusters have such boxes and experts, apart from each other."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CLUSTERS])
 def test_planned_bytes_are_those_of_a_dry_run(name: str) -> None:
     ranks, per_box, flags = CLUSTERS[name]
     run = _shortened(read_dry_run(parse_run([*SIZES, *flags.split()]), ranks))

@@ -122,8 +122,8 @@ def observe(argv: list[str]) -> Observed:
         (2, "--residual-mode desync --desync-interval 2 --recompute-granularity full"),
         (1, "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1"),
         (2, "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm"),
-        (2, "--residual-mode ladder --num-key-value-heads 1 --add-qkv-bias"),
-        (2, f"{LATENT} --residual-mode ladder --q-lora-rank 12 --attention-output-gate"),
+        # Both ranks hold the latents, as they would hold a key head.
+        (2, f"{LATENT} --residual-mode ladder --q-lora-rank 12 --attention-output-gate --add-qkv-bias"),
     ],
 )
 def test_every_weight_is_gathered_before_its_use(
