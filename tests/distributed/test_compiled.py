@@ -55,11 +55,7 @@ def gradients_and_events(
         (PARALLEL, StackOptions(), False),
         (LADDER | {"qk_layernorm": True}, StackOptions(recompute_layers=2), True),
         ({}, StackOptions(mirrored_backward=False), False),
-        (
-            LADDER | LATENT_WIDTHS | {"q_lora_rank": 9, "attention_output_gate": True},
-            StackOptions(recompute_layers=2),
-            True,
-        ),
+        (GATED_LATENT, StackOptions(recompute_layers=2), True),
     ],
     ids=[
         "ladder-recomputed",

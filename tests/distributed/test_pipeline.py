@@ -134,7 +134,7 @@ def test_stages_need_no_additional_computation(gloo_pools: GlooPools, tensor_par
         assert backward_passes and set(backward_passes) == {3}
 
 
-def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, str]:
+def logged(argv: list[str], weights: Weights | None, batch: list[Batch]) -> tuple[str, float, str]:
     """On each rank: return a step's log line, its loss, and the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
@@ -187,11 +187,7 @@ def idle_shares(argv: list[str]) -> tuple[list[float | None], str]:
 def logged_with_peak(argv: list[str], peak: float | None) -> str:
     """On each rank: return the log line of a step on devices of so many FLOP/s."""
     with patch("megatron_ladder.train.log.peak_flops", lambda name: peak):
-        trainer = build_trainer_here(argv)
-        with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
-            result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)
-            log.training(1, result.loss, result)
-    return printed.getvalue()
+        return logged(argv, None, steps_of_batches(1, 4)[0])[0]
 
 
 def test_the_log_has_the_utilisation_of_all_devices(gloo_pools: GlooPools) -> None:
@@ -201,7 +197,8 @@ def test_the_log_has_the_utilisation_of_all_devices(gloo_pools: GlooPools) -> No
     rate = float(number) * {"G": 1e9, "M": 1e6}[prefix]
     assert float(share) == pytest.approx(100 * rate / 4e9, rel=0.01, abs=0.06)
     for flags, peak in ((["--bf16"], None), ([], 1e9)):
-        assert "MFU" not in gloo_pools(4).run(logged_with_peak, [*argv, *flags], peak)[0]
+        (line,) = gloo_pools(1).run(logged_with_peak, [*RECIPE, "--global-batch-size", "8", *flags], peak)
+        assert "lm loss" in line and "MFU" not in line
 
 
 def test_the_idle_time_is_that_of_all_ranks_in_the_step_before(gloo_pools: GlooPools) -> None:

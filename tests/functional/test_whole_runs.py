@@ -126,7 +126,7 @@ def test_a_launched_command_logs_the_same(
     assert_equal_curves(curves, in_one_process("sigmoid", "answers"))
     assert "the pipeline idles 33% of a step with 4 accumulation steps" in done.stdout
     printed = dict(re.findall(r"iteration (\d+)/.* \| pipeline idle (\S+)% \|", done.stdout))
-    idle = scalars_in(tmp_path / "curves", "speed/pipeline idle")
+    idle = scalars_in(tmp_path / "curves")["speed/pipeline idle"]
     assert {int(step): float(share) / 100 for step, share in printed.items()} == pytest.approx(idle, abs=5e-4)
     # The first step has no step before it.
     assert [*idle] == [2] and 0 < idle[2] < 1

@@ -1,4 +1,4 @@
-"""Instella-MoE as its description has it (arXiv 2609.00791), from the parts of transformers' DeepSeek-V3.
+"""Instella-MoE as published (arXiv 2609.00791), built from the parts of transformers' DeepSeek-V3.
 
 Attention reads the stream without the routed experts of the layer before. The MLP, or the router and all experts, read
 the stream without the attention before them. The sigmoid of a projection of attention's input multiplies its output,
@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
 
 class InstellaMoEForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
-    """`is_gated` and `is_late` are true; otherwise gates or late reads are left out, as a wrong reader would."""
+    """Tests clear `is_gated` or `is_late` to leave out the gates or the late reads, as a wrong reader would."""
 
     is_gated = True
     is_late = True

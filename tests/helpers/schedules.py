@@ -1,13 +1,14 @@
-"""What a pipeline schedule takes by its rule, without running it."""
+"""The time of a pipeline schedule, computed from its rules instead of measured."""
 
 from megatron_ladder.engine.schedule import Pass, Slot
 
 
 def played_seconds(schedule: list[list[Slot]], forward: float, backward: float, send: float = 0.0) -> float:
-    """Return the time of a step if passes take these seconds, and a transfer lasts until `send` after both ends have
-    started it and the pair's earlier ones have ended.
+    """Return the time of a step whose passes take these seconds.
 
-    A rank waits for inputs before it computes, and after it has computed for the sends of the slot before.
+    A rank waits for its inputs before it computes. After it has computed, it waits for the sends of the slot before. A
+    transfer takes `send` seconds from the moment when both ends have started it and the pair's earlier transfers have
+    ended.
     """
     clocks, arrivals = [0.0] * len(schedule), dict[tuple[int, Pass], float]()
     sends: list[list[float]] = [[] for _ in schedule]

@@ -121,17 +121,14 @@ def command_line(corpus: Path, *flags: str) -> list[str]:
 
 def curves_in(folder: Path) -> Curves:
     """Return what --tensorboard-dir contains, except the speed and the memory of the machine."""
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    names = [name for name in events.Tags()["scalars"] if not name.startswith(("speed/", "memory/"))]
-    return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
+    return {name: curve for name, curve in scalars_in(folder).items() if not name.startswith(("speed/", "memory/"))}
 
 
-def scalars_in(folder: Path, name: str) -> dict[int, float]:
-    """Return one curve of --tensorboard-dir by step."""
+def scalars_in(folder: Path) -> Curves:
+    """Return all curves of --tensorboard-dir by step."""
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {event.step: event.value for event in events.Scalars(name)}
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
 
 
 def assert_equal_curves(

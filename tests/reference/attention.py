@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LATENT_EPSILON = 1e-6
-"""Of the norms of latents in all published models, whatever the epsilon of their other norms is."""
+"""Epsilon of the norms of latents in all published models; that of their other norms differs."""
 
 
 def latent_shapes(config: Any, name: str) -> dict[str, tuple[int, ...]]:
@@ -49,16 +49,15 @@ def latent_attention(
     heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
 
     def project(which: str, values: Tensor) -> Tensor:
-        product = values @ weights[f"{name}.{which}.weight"].T
-        return product + weights[f"{name}.{which}.bias"] if f"{name}.{which}.bias" in weights else product
+        return linear(weights, f"{name}.{which}", values)
 
     def norm(which: str, values: Tensor) -> Tensor:
-        size = torch.sqrt((values * values).mean(dim=-1, keepdim=True) + LATENT_EPSILON)
-        return values / size * weights[f"{name}.{which}.weight"]
+        return rms_norm(values, weights[f"{name}.{which}.weight"], LATENT_EPSILON)
 
-    query = (
-        project("q_b_proj", norm("q_a_norm", project("q_a_proj", x))) if config.q_lora_rank else project("q_proj", x)
-    )
+    if config.q_lora_rank:
+        query = project("q_b_proj", norm("q_a_norm", project("q_a_proj", x)))
+    else:
+        query = project("q_proj", x)
     query = query.reshape(*x.shape[:2], heads, nope + rope)
     compressed = project("kv_a_proj", x)
     latent, shared_key = compressed[..., :-rope], compressed[..., -rope:]
@@ -69,8 +68,7 @@ def latent_attention(
     turned_key = _turn_pairs(shared_key, turns)
     scores = torch.einsum("bqnd,bknd->bnqk", query[..., :nope], key)
     scores = scores + torch.einsum("bqnd,bkd->bnqk", turned_query, turned_key)
-    magnitude = 0.1 * config.rope_mscale_all_dim * math.log(config.rope_scaling_factor) + 1
-    scores = scores * magnitude**2 / math.sqrt(nope + rope)
+    scores = scores * _magnitude(config, config.rope_mscale_all_dim) ** 2 / math.sqrt(nope + rope)
     probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
     return torch.einsum("bnqk,bknd->bqnd", probabilities, value)
 
@@ -128,8 +126,11 @@ def rotary_magnitude(config: Any) -> float:
     """Return the factor on cosines and sines: 0.1 mscale ln(factor) + 1 of YaRN, over that of the other mscale."""
     if config.rope_scaling != "yarn" or config.rope_scaling_factor <= 1:
         return 1.0
-    log = math.log(config.rope_scaling_factor)
-    return (0.1 * config.rope_mscale * log + 1) / (0.1 * config.rope_mscale_all_dim * log + 1)
+    return _magnitude(config, config.rope_mscale) / _magnitude(config, config.rope_mscale_all_dim)
+
+
+def _magnitude(config: Any, mscale: float) -> float:
+    return 0.1 * mscale * math.log(config.rope_scaling_factor) + 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

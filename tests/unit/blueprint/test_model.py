@@ -169,7 +169,7 @@ def test_latent_attention() -> None:
         ({"qk_rope_head_dim": 7}, "--qk-rope-head-dim 7 is odd"),
     ],
 )
-def test_what_no_latent_attention_has(changes: dict[str, Any], message: str) -> None:
+def test_latent_attention_rejects_flags_of_other_attention(changes: dict[str, Any], message: str) -> None:
     _, errors = resolve(**LATENT | {"num_key_value_heads": None} | changes)
     assert any(message in error for error in errors)
 

@@ -160,7 +160,7 @@ def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, mic
 def test_a_message_that_nobody_waits_for_is_found(
     checker: Checker, monkeypatch: pytest.MonkeyPatch, message: str, in_training: bool, found: str
 ) -> None:
-    """A receive before its tensor is read, and a send before the memory of its tensor serves another one."""
+    """The checker reports a receive whose tensor is read too early, and a send whose memory is reused too early."""
     start = PlayedNccl._start
 
     def start_late(group: PlayedNccl, name: str, *others: Any) -> Any:

@@ -229,7 +229,7 @@ FORWARD, BACKWARD, SEND, RECEIVE = 3.0, 5.0, 0.25, 2.0
 
 
 class SlowGroup(CommGroup):
-    """The first of two ranks, on a clock that only passes and waits move."""
+    """The first of two ranks, on a clock that only passes and waits advance."""
 
     now = 100.0
 
@@ -244,7 +244,7 @@ class SlowGroup(CommGroup):
 
 
 class Event:
-    """Stands for `torch.cuda.Event` on that clock."""
+    """Replaces `torch.cuda.Event`, with the time of that clock."""
 
     def __init__(self, group: SlowGroup) -> None:
         self._group = group
@@ -259,7 +259,7 @@ class Event:
 
 @pytest.mark.parametrize("is_cuda", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_clock_tells_passes_from_waits(monkeypatch: pytest.MonkeyPatch, is_cuda: bool, chunks: int) -> None:
+def test_the_clock_separates_passes_from_waits(monkeypatch: pytest.MonkeyPatch, is_cuda: bool, chunks: int) -> None:
     group, count = SlowGroup(range(2), 0, None), 3
     monkeypatch.setattr("time.perf_counter", lambda: group.now)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(group))

@@ -90,8 +90,8 @@ PREDICTING_LAYER = 635_311_424 + 2 * 154880 * 2048 + 2 * 2048**2 + 3 * 2048
     ],
 )
 def test_models_with_latent_attention_have_the_published_parameters(name: str, total: float, active: float) -> None:
-    """`total` is from the published files. Those who publish active parameters leave out embedding, head, or neither,
-    and round to the last digit."""
+    """`total` is that of the published files. Published numbers of active parameters are rounded, and leave out the
+    embedding, the head, both, or neither."""
     model = find_size(name)
     count = parameter_count(model)
     assert count.total == total

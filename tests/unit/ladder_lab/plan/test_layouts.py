@@ -12,7 +12,7 @@ from ladder_lab.plan.layouts import LayoutPlan, PlanRequest, _layouts, best_of_e
 from ladder_lab.plan.program import _command
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
-from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 
 H100 = Machine.usual("h100")
 
@@ -68,15 +68,20 @@ def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 2.0), ("b", 2.0)]) == "tie: a, b"
 
 
+def run_of_plan(asked: PlanRequest, plan: LayoutPlan) -> RunConfig:
+    """Return what the trainer reads from the command of a plan."""
+    _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
+    words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
+    return resolve_run(parse_run(words), asked.model.vocab_size, asked.gpus)
+
+
 @pytest.mark.parametrize("model", ["instella-moe", "deepseek-v2-lite", "glm-4.7-flash"])
 def test_the_trainer_reads_the_model_of_a_plan_with_latent_attention(model: str) -> None:
     asked = request_of(model, 16, 64, ("standard", "farskip"))
     plans = best_of_each_grid(fitting_plans(asked))
     assert {plan.wiring for plan in plans} == {"standard", "farskip"}
     for plan in plans:
-        _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
-        words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
-        run = resolve_run(parse_run(words), asked.model.vocab_size, 16)
+        run = run_of_plan(asked, plan)
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
 
 
@@ -89,9 +94,7 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
     assert {plan.layout.chunks for plan in plans} > {1, 2}
     for plan in plans:
-        _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
-        words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
-        run = resolve_run(parse_run(words), asked.model.vocab_size, 64)
+        run = run_of_plan(asked, plan)
         layout, parallel = plan.layout, run.parallel
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
         assert parallel.tensor_model_parallel_size == layout.tensor
