@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,8 +94,8 @@ def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rank_0_looks_for_all_ranks_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The ranks are threads here, which share the counter.
-    monkeypatch.setattr(agreement, "_RUNS", itertools.repeat(0))
+    # The ranks are threads here, which share the counters.
+    monkeypatch.setattr(agreement, "_RUNS", defaultdict(lambda: itertools.repeat(0)))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     looked: list[int] = []
 
