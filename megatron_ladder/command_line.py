@@ -151,7 +151,7 @@ def read_words(
             line.problems.append(Problem(name, f"{problem}: {hint}"))
     if are_keywords:
         names = (*known, *(name for name, _, _ in groups))
-        spellings = dict(zip(names, names, strict=True)) | line.written.spellings
+        spellings = {name: name for name in names} | line.written.spellings
         line.written.spellings = {name: keyword_name(spelling) for name, spelling in spellings.items()}
     return line
 

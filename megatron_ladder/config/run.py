@@ -274,7 +274,7 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         if not lowest <= virtual <= highest:
             fix = f"use {' to '.join(map(str, sorted({lowest, highest})))}" if lowest <= highest else "leave it out"
             text = f" {virtual} cuts each of {stages} stages of --num-layers {layers} into {counted(ranges, 'range')}"
-            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text}, not several with a layer each: {fix}")
+            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text}, expected several, none empty: {fix}")
     recomputed = training.recompute_num_layers
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")

@@ -160,8 +160,8 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, minimum=1, requires="--pipeline-model-parallel-size", excludes="--pipeline-partition parameters"
     )
-    """Cut a stage into v ranges of at most this many layers, which run alternately (interleaved 1F1B): a v-th of the
-    idle time, v times the sends. Gains little with fewer accumulation steps than stages."""
+    """Cut a stage into v ranges of at most this many layers, which run alternately (interleaved 1F1B). Divides the
+    idle time by v, and multiplies the sends by v. Gains little with fewer accumulation steps than stages."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""

@@ -189,14 +189,13 @@ def time_backward(
     `hidden_states` are any values of shape [s, b, h].
     """
     sequence, batch, width = hidden_states.shape
+    sub_blocks = {sub_block.wired.kind: sub_block for sub_block in itertools.chain(*layer_tensors(model.config))}
     columns = Counter[SubBlockKind]()
-    for sub_block in {
-        tensors.wired.kind: tensors for tensors in itertools.chain(*layer_tensors(model.config))
-    }.values():
+    for kind, sub_block in sub_blocks.items():
         for branch in sub_block.branches:
             for matrix in branch.inputs:
                 numbers = matrix.weight.local_numel(model.group.size) // width
-                columns[sub_block.wired.kind] += numbers * branch.experts_per_token // branch.experts
+                columns[kind] += numbers * branch.experts_per_token // branch.experts
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     rows = hidden_states.flatten(0, 1)
     backward: dict[SubBlockKind, list[float]] = {}

@@ -9,9 +9,9 @@ A sub-block of a decode step reads its matrices and its part of the cache, or co
 longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
 constants of kernels are those of an H100 and are assumed to hold for all GPUs.
 
-In a decode step, the matrix that expands latents multiplies queries and outputs of heads instead of earlier latents.
-That is as many products as for the latent of one token. Scores are products of whole latents. In prefill, latents are
-expanded.
+With latent attention, a decode step multiplies the queries and the outputs of the heads by the matrix that expands
+latents. This takes as many products as expanding the latent of one token. Scores are products with whole latents.
+Prefill expands latents.
 """
 
 import math

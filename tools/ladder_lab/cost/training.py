@@ -135,7 +135,8 @@ class LayerTime:
     @cached_property
     def _shared_gradient_seconds(self) -> list[float]:
         """Time of the sums of the gradients of each layer that several ranks hold."""
-        layout, replicas = self.layout, key_value_replicas(self.model, self.layout.tensor)
+        layout = self.layout
+        replicas = key_value_replicas(self.model, layout.tensor)
         sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
         spreads = placement(sharing, self.machine.per_box).tensor
         return [
