@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from ladder_lab.bench.options import parse_options as parse_benchmark
 from ladder_lab.study import program, report, trials
-from ladder_lab.study.options import Parsed, parse_options
-from ladder_lab.study.report import holm, paired
-from ladder_lab.study.trials import Request, Trial, resolve_trial
+from ladder_lab.study.figures import holm, paired, power_law, trend
+from ladder_lab.study.options import GridOptions, Parsed, parse_options
+from ladder_lab.study.trials import Request, Trial, resolve_trial, trial_flags
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.run import parse_run
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.train.resume import look_for_checkpoint
 from tests.helpers.runs import errors_of
 
 FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
@@ -49,6 +52,8 @@ def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
         ("--seeds 1 100", "--seeds 100: is the seed of the trials that choose a learning rate"),
         ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
         ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
+        ("--tokens-per-parameter 2 --iterations 5", "--tokens-per-parameter 2.0 and --iterations exclude each other"),
+        ("--transfer-rates", "--transfer-rates: --sizes has 1, expected at least 3: add larger ones"),
     ],
 )
 def test_errors_name_the_flag(words: str, error: str) -> None:
@@ -106,20 +111,23 @@ class Stand:
     folder: Path
     started: Sequence[str] = ()
     code: Callable[[str], int] = lambda name: 0
+    gap: Callable[[int], float] = lambda hidden_size: 0.1
+    """Loss of ladder less standard's."""
 
-    def run(self) -> dict[str, Any]:
+    def run(self, more: str = f"--sizes {SIZE} --iterations 10") -> dict[str, Any]:
         """Run a study, and return its `study.json`."""
         self.started = []
-        grid = f"--wirings standard ladder --sizes {SIZE} --seeds 1 2 --learning-rates 1e-3 2e-3"
-        words = f"{grid} --iterations 10 --evaluations 1 -- --data-path x"
-        program.run_study(parsed(words, f"run --output-dir {self.folder}"))
+        words = f"--wirings standard ladder --seeds 1 2 --learning-rates 1e-3 2e-3 --evaluations 1 {more}"
+        program.run_study(parsed(f"{words} -- --data-path x", f"run --output-dir {self.folder}"))
         return json.loads((self.folder / "study.json").read_text())
 
     def command(self, request: Request, flags: Sequence[str], ranks: int) -> list[str]:
         value = dict(itertools.pairwise(" ".join(flags).replace("=", " ").split()))
         name = Path(value["--save"]).parent.name
         self.started = [*self.started, name]
-        loss = (3.0 if value["--residual-mode"] == "standard" else 3.1) + abs(float(value["--lr"]) - 2e-3)
+        loss = 3.0 + abs(float(value["--lr"]) - 2e-3)
+        if value["--residual-mode"] != "standard":
+            loss += self.gap(int(value["--hidden-size"]))
         arguments = (value["--save"], value["--train-iters"], loss, self.code(name))
         return [sys.executable, "-I", "-S", "-c", TRAINER, *map(str, arguments)]
 
@@ -195,6 +203,63 @@ def test_a_signal_stops_the_study_which_resumes(stand: Stand, capfd: pytest.Capt
     stand.code = lambda name: 0
     stand.run()
     assert "tuning" not in kinds(stand.started) and (stand.folder / "report.md").exists()
+
+
+def test_a_trial_of_the_default_size_starts_from_scratch(tmp_path: Path) -> None:
+    """Some of its numbers are the trainer's defaults, which --load requires all the same."""
+    (size,) = GridOptions().sizes
+    flags = trial_flags(Request(tmp_path, {}, 1), Trial("tokens", size, "ladder", 1, 1e-3, 10))
+    assert look_for_checkpoint(parse_run(flags)) is None
+
+
+def test_differences_over_sizes(stand: Stand) -> None:
+    """The gap falls by 0.02 for each doubling of the width."""
+    narrow, middle, wide = (f"2x{width}x64x2x2x64" for width in (16, 32, 64))
+    stand.gap = lambda width: 0.2 - 0.02 * math.log2(width)
+    more = "--timed-wirings none --tokens-per-parameter 64 --transfer-rates --sizes"
+    study = stand.run(f"{more} {wide} {narrow} {middle}")
+    assert {name.split("-")[1] for name in stand.started if name.startswith("tuning")} == {narrow, middle}
+    assert study["chosen"][f"{middle}/ladder"] == 2e-3 and study["chosen"][f"{wide}/ladder"] == 1e-3
+    # Both norms, four projections and three matrices in each layer, embedding, head and last norm.
+    parameters = 2 * (2 * 64 + 4 * 64**2 + 3 * 64**2) + 2 * 64**2 + 64
+    assert study["sizes"][wide] == {"parameters": parameters, "width": 64, "iterations": round(64 * parameters / 4096)}
+    assert sum(f"{wide}-ladder" in name for name in stand.started) == 2
+    text = (stand.folder / "report.md").read_text()
+    assert "| ladder | 0.002 | 0.001 | 0.002 |" in text
+    doublings = [math.log2(study["sizes"][size]["parameters"]) for size in (narrow, middle, wide)]
+    slope = np.polyfit(doublings, [0.12, 0.10, 0.08], 1)[0]
+    row = next(line for line in text.splitlines() if line.startswith("| ladder | +0.120"))
+    assert row.startswith(f"| ladder | +0.120 | +0.100 | +0.080 | −{-slope:.3f} ± ") and row.endswith("| **falls** |")
+    assert (stand.folder / "sizes.png").stat().st_size > 1000
+    widest = "2x128x64x2x2x64"
+    stand.run(f"{more} {wide} {narrow} {middle} {widest}")
+    assert len(stand.started) == 4 and all(widest in name and "lr0.0005" in name for name in stand.started)
+
+
+def test_a_trend_is_that_of_least_squares() -> None:
+    positions = np.array([1.0, 1.0, 2.0, 3.0, 5.0])
+    values = np.array([0.3, 0.1, 0.25, 0.2, 0.6])
+    found = trend([*zip(positions, values, strict=True)])
+    slope, intercept = np.polyfit(positions, values, 1)
+    residuals = values - intercept - slope * positions
+    deviation = math.sqrt(residuals @ residuals / 3 / ((positions - positions.mean()) ** 2).sum())
+    half = 3.1824 * deviation
+    assert [found[name] for name in ("slope", "low", "high")] == pytest.approx(
+        [slope, slope - half, slope + half], 1e-4
+    )
+    assert math.isnan(trend([(1.0, 2.0), (2.0, 3.0)])["low"]) and math.isnan(trend([(1.0, 2.0)] * 4)["slope"])
+
+
+def test_a_power_law_is_fitted_where_the_runs_determine_it() -> None:
+    points = [(size, 1.5 + 2.0 * (size / 1e5) ** -0.4) for size in (1e5, 2e5, 4e5, 8e5)]
+    noise = [1e-4, -1e-4, -2e-4, 2e-4]
+    found = power_law([(size, loss + apart) for (size, loss), apart in zip(points, noise, strict=True)])
+    assert found is not None
+    for name, value in {"E": 1.5, "A": 2.0, "alpha": 0.4}.items():
+        assert abs(found[name][0] - value) < found[name][1] < 0.1
+    assert power_law(points[:3]) is None
+    assert power_law([(size, loss + 1e3 * apart) for (size, loss), apart in zip(points, noise, strict=True)]) is None
+    assert power_law([(size, 3.0 - 1e-6 * size) for size, _ in points]) is None
 
 
 def test_paired_differences_are_those_of_a_paired_test() -> None:

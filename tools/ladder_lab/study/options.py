@@ -14,6 +14,7 @@ from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.study.trials import STANDARD, TUNING_SEED, Request, Trial, resolve_trial, training_flag_errors
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.blueprint.tensors import active_parameters
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import ErrorCollector, raise_user_errors
 from megatron_ladder.flags import flag, flag_name
@@ -40,6 +41,8 @@ class TrainingOptions:
     """Seeds. Trials with the same seed share initial weights and order of data. Further ones can be added later."""
     iterations: int = flag(944, minimum=1)
     """Steps at equal tokens, and of standard at equal time."""
+    tokens_per_parameter: float | None = flag(None, above=0, excludes="--iterations")
+    """Tokens at equal tokens, as a multiple of the parameters that a token uses, so that larger sizes train longer."""
     seq_length: int = flag(128, minimum=1)
     """Tokens of a sample."""
     micro_batch_size: int = flag(32, minimum=1)
@@ -49,6 +52,9 @@ class TrainingOptions:
     learning_rates: tuple[float, ...] = flag((8e-3, 1.6e-2, 3.2e-2), above=0)
     """Highest learning rates to try for every wiring, and up to three further ones if the best is at the edge. The rate
     with the lowest final validation loss is used; a single rate is used without a trial."""
+    transfer_rates: bool = False
+    """Choose rates for the two narrowest sizes only; at the others, a wiring trains at the rate of the second times the
+    ratio of their hidden sizes. The report shows how well the narrowest predicts the second."""
     evaluations: int = flag(7, minimum=1)
     """Evaluations of a trial, evenly spaced; the last one evaluates the finished model."""
     eval_iters: int = flag(24, minimum=1)
@@ -109,6 +115,14 @@ class Parsed:
             return ()
         return tuple(dict.fromkeys((STANDARD, *(self.grid.timed_wirings or self.grid.wirings))))
 
+    def iterations(self, size: str) -> int:
+        """Return the steps of a size at equal tokens."""
+        training = self.training
+        if training.tokens_per_parameter is None:
+            return training.iterations
+        tokens = training.tokens_per_parameter * active_parameters(find_size(size))
+        return max(1, round(tokens / (training.global_batch_size * training.seq_length)))
+
 
 def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     """Parse `run|report` and the flags. Raises UserError with one message per error."""
@@ -136,7 +150,8 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     trainer_errors = ErrorCollector()
     for size, wiring in itertools.product(parsed.grid.sizes, parsed.grid.wirings):
         with trainer_errors.collect():
-            resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations))
+            steps = parsed.iterations(size)
+            resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), steps))
     trainer_errors.raise_if_any()
     return parsed
 
@@ -160,6 +175,8 @@ def _find_errors(parsed: Parsed) -> Iterator[str]:
     alpha = parse_alpha(grid.link)
     if is_emulated and (alpha is None or alpha[0] == 0):
         yield f"--link {grid.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}"
+    if parsed.training.transfer_rates and len(grid.sizes) < 3:
+        yield f"--transfer-rates: --sizes has {len(grid.sizes)}, expected at least 3: add larger ones"
     for size in grid.sizes:
         try:
             errors = tensor_parallel_errors(find_size(size), grid.timing_ranks if is_emulated else 1)

@@ -34,7 +34,9 @@ from ladder_lab.study.trials import (
     common_flags,
     last_lines,
     read_training_flags,
+    transferred_rate,
 )
+from megatron_ladder.blueprint.tensors import active_parameters
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.data.indexed import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
@@ -48,7 +50,7 @@ TIMING_ROUNDS = 15
 """Rounds of a measurement of step times."""
 TIMING_ATTEMPTS = 3
 """Most measurements until the benchmark finds one sound."""
-_EXTENSIBLE = ("wirings", "timed_wirings", "seeds")
+_EXTENSIBLE = ("sizes", "wirings", "timed_wirings", "seeds")
 """Settings to which a later start can add values, because a trial depends on none but its own."""
 
 
@@ -93,7 +95,7 @@ class _Study:
     def trial(self, kind: Any, size: str, wiring: str, seed: int, **changes: Any) -> Trial:
         """Return a trial at the chosen rate and the number of steps at equal tokens, unless `changes` has others."""
         rate = self.chosen.get(f"{size}/{wiring}", 0.0)
-        return replace(Trial(kind, size, wiring, seed, rate, self.parsed.training.iterations), **changes)
+        return replace(Trial(kind, size, wiring, seed, rate, self.parsed.iterations(size)), **changes)
 
     def settings(self) -> dict[str, Any]:
         """Return everything on which results depend."""
@@ -101,7 +103,8 @@ class _Study:
         training = self.parsed.training
         request = self.parsed.request
         settings: dict[str, Any] = {name: getattr(grid, name) for name in ("sizes", "wirings", "link")}
-        settings |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
+        names = ("seeds", "iterations", "tokens_per_parameter", "learning_rates", "transfer_rates", "evaluations")
+        settings |= {name: getattr(training, name) for name in names}
         settings |= {"timed_wirings": self.parsed.timed_wirings, "training_flags": common_flags(request)}
         return json.loads(json.dumps({**settings, "data": request.data_flags or "given"}))
 
@@ -134,6 +137,7 @@ class _Study:
         state = {
             "data": [f"{known.tokens:,} tokens in {prefix}" for prefix, known in sidecars.items() if known is not None],
             "settings": self.settings(),
+            "sizes": {size: self._facts(size) for size in self.parsed.grid.sizes},
             "chosen": self.chosen,
             "step_times": self.step_times,
             "tokens_per_step": self.parsed.training.global_batch_size * self.parsed.training.seq_length,
@@ -142,10 +146,17 @@ class _Study:
         }
         write_atomically(request.output_dir / STUDY_NAME, json.dumps(state, indent=1) + "\n")
 
+    def _facts(self, size: str) -> dict[str, int]:
+        iterations = self.parsed.iterations(size)
+        shape = find_size(size)
+        return {"parameters": active_parameters(shape), "width": shape.hidden_size, "iterations": iterations}
+
     def tune(self) -> None:
         """Choose the learning rates of the models that have none."""
         rates = self.parsed.training.learning_rates
-        open_models = [model for model in self.models if "/".join(model) not in self.chosen]
+        sizes = sorted(self.parsed.grid.sizes, key=lambda size: find_size(size).hidden_size)
+        tuned = sizes[:2] if self.parsed.training.transfer_rates else sizes
+        open_models = [model for model in self.models if model[0] in tuned and "/".join(model) not in self.chosen]
         if len(rates) == 1:
             self.chosen |= {"/".join(model): rates[0] for model in open_models}
         else:
@@ -169,6 +180,10 @@ class _Study:
                     self.chosen["/".join(model)] = min(rate_losses, key=lambda rate: rate_losses[rate])
                 else:
                     self.runner.failures.append(f"{'/'.join(model)}: every learning rate diverged: not trained further")
+        for size, wiring in self.models:
+            source = self.chosen.get(f"{tuned[-1]}/{wiring}")
+            if size not in tuned and source is not None:
+                self.chosen.setdefault(f"{size}/{wiring}", transferred_rate(source, tuned[-1], size))
         self.save()
 
     def _tuning(self, model: tuple[str, str], rate: float) -> Trial:
@@ -232,12 +247,12 @@ def _compare(study: _Study) -> None:
     study.runner.run(study.trial("tokens", *model, seed) for seed in seeds for model in trained)
     if not is_emulated:
         _time_steps(study)
-    iterations = study.parsed.training.iterations
     steps: dict[tuple[str, str], int] = {}
     for size, times in study.step_times.items():
         for wiring, row in times.items():
-            steps[size, wiring] = max(1, round(iterations * row["speedup"]))
-    longer = [model for model, count in steps.items() if count != iterations and model in trained]
+            steps[size, wiring] = max(1, round(study.parsed.iterations(size) * row["speedup"]))
+    longer = [(size, wiring) for (size, wiring), count in steps.items() if count != study.parsed.iterations(size)]
+    longer = [model for model in longer if model in trained]
     study.runner.run(study.trial("time", *model, seed, iterations=steps[model]) for seed in seeds for model in longer)
 
 

@@ -1,4 +1,4 @@
-"""The report of a study: tables of losses with paired differences, step times, and curves.
+"""The report of a study: tables of losses with paired differences, step times, curves, and differences over sizes.
 
 Two runs with the same seed form a pair: they share initial weights and order of samples, so their difference does not
 contain the effect of the seed. All losses are in nats per token. Time is counted in steps of standard under the
@@ -13,21 +13,29 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from ladder_lab.output import markdown_table
+from ladder_lab.study.figures import (
+    NOTHING,
+    Curve,
+    at_chosen_rates,
+    first_reaching,
+    holm,
+    losses_by_seed,
+    mean_and_deviation,
+    number,
+    paired,
+    verdict,
+)
+from ladder_lab.study.over_sizes import over_sizes, transferred_rates
 from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
 REPORT_NAME = "report.md"
 STUDY_NAME = "study.json"
-CONFIDENCE = 0.95
 SHOWN_FROM = 0.3
 """Share of the run that is not drawn, because its losses fall too fast to show differences."""
-NOTHING = "–"
-Curve = Sequence[tuple[float, float]]
-"""Positions, ascending, and the validation loss at each."""
 
 
 def write_report(folder: Path) -> Path | None:
@@ -52,58 +60,13 @@ def write_report(folder: Path) -> Path | None:
         f"```sh\n{commands}\n```",
         ", ".join([f"On {study['machine']}", *study["data"]]) + ".",
         _losses_of_rates(runs),
+        transferred_rates(study),
     ]
     for size in study["settings"]["sizes"]:
-        parts += _comparison(study, runs[runs["size"] == size], size, folder)
+        parts += _comparison(study, runs, size, folder)
+    parts += over_sizes(study, runs, folder)
     write_atomically(folder / REPORT_NAME, "\n\n".join(filter(None, parts)) + "\n")
     return folder / REPORT_NAME
-
-
-def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> dict[str, float]:
-    """Return mean, 95 % interval and p-value of the differences from the baseline's losses of the same seeds.
-
-    They are NaN where fewer pairs exist than a value needs, or if a run diverged.
-    """
-    apart = np.array([losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())])
-    nothing = dict.fromkeys(("low", "high", "p"), math.nan)
-    if not len(apart) or not np.isfinite(apart).all():
-        return {"mean": math.nan, **nothing}
-    if len(apart) < 2 or np.ptp(apart) == 0:
-        return {"mean": float(apart.mean()), **nothing}
-    test = stats.ttest_1samp(apart, 0.0)
-    low, high = test.confidence_interval(CONFIDENCE)
-    return {"mean": float(apart.mean()), "low": float(low), "high": float(high), "p": float(test.pvalue)}
-
-
-def holm(probabilities: Sequence[float]) -> list[float]:
-    """Adjust p-values for several comparisons (Holm 1979). NaN values are not counted and stay NaN."""
-    known = pd.Series(probabilities, dtype=float).dropna().sort_values()
-    factors = np.arange(len(known), 0, -1)
-    adjusted = (known * factors).cummax().clip(upper=1.0)
-    return [float(adjusted.get(index, math.nan)) for index in range(len(probabilities))]
-
-
-def first_reaching(curve: Curve, loss: float) -> float | None:
-    """Return where a curve first reaches a loss, interpolating linearly; None if it never does."""
-    positions, losses = (np.array(values, dtype=float) for values in zip(*curve, strict=True))
-    reached = np.flatnonzero(losses <= loss)
-    if not len(reached):
-        return None
-    at = reached[0]
-    if at == 0 or not math.isfinite(losses[at - 1]):
-        return float(positions[at])
-    return float(np.interp(loss, losses[[at, at - 1]], positions[[at, at - 1]]))
-
-
-def _number(value: float, form: str = ".4f") -> str:
-    return NOTHING if math.isnan(value) else f"{value:{form}}".replace("-", "−")
-
-
-def _mean_and_deviation(values: Sequence[float], form: str = ".4f") -> str:
-    """Format `mean ± sample standard deviation`; the mean alone for a single value, a dash for none."""
-    known = pd.Series(values, dtype=float)
-    spread = "" if len(known) < 2 else f" ± {_number(float(known.std()), form)}"
-    return _number(float(known.mean()), form) + spread
 
 
 def _losses_of_rates(runs: pd.DataFrame) -> str:
@@ -112,22 +75,19 @@ def _losses_of_rates(runs: pd.DataFrame) -> str:
         return ""
     table = tuning.pivot_table(index=["size", "wiring"], columns="learning_rate", values="loss")
     rows = [
-        {"size": size, "wiring": wiring} | {f"{rate:g}": _number(loss) for rate, loss in row.items()}
+        {"size": size, "wiring": wiring} | {f"{rate:g}": number(loss) for rate, loss in row.items()}
         for (size, wiring), row in table.iterrows()
     ]
     return "Final validation losses by learning rate:\n\n" + markdown_table(rows)
 
 
-def _by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    return dict(zip(runs.seed, runs.loss, strict=True))
-
-
 def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder: Path) -> list[str]:
     """Return the tables of one size at equal tokens and, if it is timed, at equal time."""
     times = study["step_times"].get(size, {})
-    chosen = runs[runs.learning_rate == runs.wiring.map(lambda wiring: study["chosen"].get(f"{size}/{wiring}"))]
-    tokens = chosen[(chosen.kind == "tokens") & (chosen.iterations == study["settings"]["iterations"])]
-    steps = {wiring: max(1, round(study["settings"]["iterations"] * row["speedup"])) for wiring, row in times.items()}
+    chosen = at_chosen_rates(study, runs, size)
+    iterations = study["sizes"][size]["iterations"]
+    tokens = chosen[(chosen.kind == "tokens") & (chosen.iterations == iterations)]
+    steps = {wiring: max(1, round(iterations * row["speedup"])) for wiring, row in times.items()}
     # A wiring with as many steps at equal time as at equal tokens, like standard, is trained once.
     timed = chosen[chosen.kind.isin(["tokens", "time"]) & (chosen.iterations == chosen.wiring.map(steps))]
     per_step = {"tokens": lambda wiring: study["tokens_per_step"] / 1e6, "time": lambda w: 1 / times[w]["speedup"]}
@@ -161,8 +121,8 @@ def _outcomes(runs: pd.DataFrame, unit: str) -> str:
     baseline = groups.pop(STANDARD, None)
     if baseline is None:
         return f"No run of {STANDARD} is done yet."
-    targets = _by_seed(baseline)
-    differences = {wiring: paired(_by_seed(wiring_runs), targets) for wiring, wiring_runs in groups.items()}
+    targets = losses_by_seed(baseline)
+    differences = {wiring: paired(losses_by_seed(wiring_runs), targets) for wiring, wiring_runs in groups.items()}
     adjusted = dict(zip(differences, holm([difference["p"] for difference in differences.values()]), strict=True))
     rows = []
     for wiring, wiring_runs in {STANDARD: baseline, **groups}.items():
@@ -175,28 +135,24 @@ def _outcomes(runs: pd.DataFrame, unit: str) -> str:
         difference = differences.get(wiring)
         interval = NOTHING
         p = NOTHING
-        verdict = NOTHING
+        judgement = NOTHING
         if difference is not None and not math.isnan(difference["low"]):
-            interval = f"{_number(difference['low'], '+.4f')} to {_number(difference['high'], '+.4f')}"
+            interval = f"{number(difference['low'], '+.4f')} to {number(difference['high'], '+.4f')}"
             p = f"{adjusted[wiring]:.3f}"
-            verdict = "better" if difference["mean"] < 0 else "worse"
-            if difference["low"] <= 0 <= difference["high"]:
-                verdict = "no difference found"
-            elif adjusted[wiring] <= 1 - CONFIDENCE:
-                verdict = f"**{verdict}**"
+            judgement = verdict(difference, adjusted[wiring], "better", "worse", "no difference found")
         rows.append(
             {
                 "wiring": wiring,
                 "iterations": f"{wiring_runs.iterations.iloc[0]:,}",
                 "runs": str(len(wiring_runs)),
-                "final validation loss": _mean_and_deviation(wiring_runs.loss),
-                f"less {STANDARD}'s": NOTHING if difference is None else _number(difference["mean"], "+.4f"),
+                "final validation loss": mean_and_deviation(wiring_runs.loss),
+                f"less {STANDARD}'s": NOTHING if difference is None else number(difference["mean"], "+.4f"),
                 "95 % interval": interval,
-                "verdict": verdict,
+                "verdict": judgement,
                 "p (Holm)": p,
-                f"{unit} to {STANDARD}'s final loss": _mean_and_deviation(reached, ".3g")
+                f"{unit} to {STANDARD}'s final loss": mean_and_deviation(reached, ".3g")
                 + (f" ({len(reached)} of {len(first_steps)} runs)" if len(reached) < len(first_steps) else ""),
-                "tokens/s": _mean_and_deviation(wiring_runs.tokens_per_second, ",.0f"),
+                "tokens/s": mean_and_deviation(wiring_runs.tokens_per_second, ",.0f"),
             }
         )
     note = "A verdict is bold if it also holds among all comparisons of the table."

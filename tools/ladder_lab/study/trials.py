@@ -53,16 +53,17 @@ STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped, before they are killed."""
 GRACE_SECONDS = 120.0
 """The same for the whole trial."""
-SHAPE_FIELDS = (
-    *"num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size num_experts".split(),
-    *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")),
+_DENSE_FIELDS = tuple(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size".split()
 )
+_EXPERT_FIELDS = ("num_experts", *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")))
 _PLACEHOLDERS = ("--train-iters", "2", "--lr", "1", "--num-experts", "2")
 _STUDY_FIELDS = (
     *"save load save_interval train_iters seed lr min_lr lr_warmup_iters eval_interval log_interval".split(),
     *"residual_mode ladder_layers residual_staleness lanes desync_interval tie_embeddings".split(),
     *"seq_length micro_batch_size global_batch_size eval_iters exit_interval".split(),
-    *SHAPE_FIELDS,
+    *_DENSE_FIELDS,
+    *_EXPERT_FIELDS,
 )
 
 Kind = Literal["tuning", "tokens", "time"]
@@ -151,12 +152,13 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
     }
     shape = find_size(trial.size)
     shape_flags = vars(shape.to_flags())
-    unusual = {name: shape_flags[name] for name in SHAPE_FIELDS if shape_flags[name] != getattr(ModelFlags, name)}
+    dense = {name: shape_flags[name] for name in _DENSE_FIELDS}
+    experts = {name: shape_flags[name] for name in _EXPERT_FIELDS if shape_flags[name] != getattr(ModelFlags, name)}
     wiring = NAMED_WIRINGS[trial.wiring]
     tensor_parallel = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
     ranks = max(tensor_parallel, wiring.fewest_ranks)
     return [
-        *flag_words(unusual),
+        *flag_words(dense | experts),
         *(["--tie-embeddings"] if shape.tie_embeddings else []),
         *wiring.flags(shape.num_layers, ranks),
         *flag_words(schedule),
@@ -164,6 +166,13 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
         *(["--tensor-model-parallel-size", str(ranks)] if tensor_parallel < ranks else []),
         *common_flags(request),
     ]
+
+
+def transferred_rate(rate: float, source: str, target: str) -> float:
+    """Return the learning rate of a size, given that of another one: it falls with the hidden size."""
+    ratio = find_size(source).hidden_size / find_size(target).hidden_size
+    # Names and command lines of trials contain it.
+    return float(f"{rate * ratio:.3g}")
 
 
 def resolve_trial(request: Request, trial: Trial) -> RunConfig:
