@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.errors import UserError
+from tests.helpers.killer import killed_everywhere
 from tests.reference import ReferenceConfig, make_weights
 from tests.unit.convert.saved_models import assert_equal_bits, convert, small_config, tensors_of, write_cut_checkpoint
 from tests.unit.generate.tiny_model import write_checkpoint
@@ -114,6 +116,34 @@ def test_an_interrupted_merge_publishes_nothing_and_continues(tmp_path: Path, mo
     convert(*words, "--verify")
     assert (Checkpoint.open(save).directory / weights.name).stat().st_ino == number
     assert sorted(path.name for path in save.iterdir()) == ["iter_0000012", "latest"]
+
+
+@pytest.mark.long
+def test_a_merge_may_be_killed_anywhere(tmp_path: Path) -> None:
+    """The merged checkpoint is published whole or not at all, and the same command finishes it."""
+    run = write_run(tmp_path)
+
+    def merge(directory: Path) -> None:
+        convert("merge", "--load", run, "--save", directory, "--last", 3)
+
+    def weights_of(directory: Path) -> bytes:
+        return (Checkpoint.open(directory).directory / "weights_rank_00000.safetensors").read_bytes()
+
+    before = tmp_path / "before"
+    before.mkdir()
+    whole = Path(shutil.copytree(before, tmp_path / "whole"))
+    merge(whole)
+    calls = set()
+    were_published = set()
+    for killed in killed_everywhere(before, merge, tmp_path):
+        calls.add(killed.call)
+        is_published = (killed.directory / "iter_0000012").is_dir()
+        were_published.add(is_published)
+        if not is_published:
+            merge(killed.directory)
+            assert {path.name for path in killed.directory.iterdir()} == {"iter_0000012", "latest"}, killed
+        assert weights_of(killed.directory) == weights_of(whole), killed
+    assert {"open", "write", "fsync", "os.rename"} <= calls and were_published == {False, True}
 
 
 def test_refusals(tmp_path: Path) -> None:
