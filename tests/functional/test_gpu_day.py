@@ -185,5 +185,5 @@ def test_the_rehearsal_survives_a_kill_and_finishes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checks, checks" not in done.stdout
     assert "# One GPU as one of eight" in read_part(tmp_path / "results", "paper")["files"]["report.md"]
-    assert read_part(tmp_path / "results", "study")["files"]["study/report.md"]
+    assert "## Over sizes" in read_part(tmp_path / "results", "study")["files"]["study/report.md"]
     assert len([*(tmp_path / "results").iterdir()]) == len(day.PARTS)

@@ -131,9 +131,10 @@ SETTINGS: dict[Device, dict[str, str]] = {
         "decode": f"{EMULATED.format('decode', 'cuda')} --sizes llama-8b --sequence 1280 --alpha nvlink-one-shot",
         "compiled": "--compile-sub-blocks true",
         "workers": "12",
-        # 13 times the size of the first study on CPUs, at as many tokens per parameter, all of them different.
-        "study": "--wirings standard parallel ladder ladder-parallel --sizes 12x128x352x4x4x512 --seq-length 256 "
-        "--micro-batch-size 128 --global-batch-size 128 --iterations 1550 --learning-rates 0.002 0.004 0.008 --jobs 4 "
+        # From the largest size of the study on CPUs to 14 times as many parameters.
+        "study": "--wirings standard parallel ladder ladder-parallel --seq-length 256 --micro-batch-size 128 "
+        "--global-batch-size 128 --tokens-per-parameter 20 --learning-rates 0.004 0.008 0.016 --transfer-rates "
+        "--sizes 12x64x192x2x2x512 12x128x352x4x4x512 12x192x512x4x4x512 12x256x704x4x4x512 --jobs 4 "
         "-- --bf16 --compile-sub-blocks false",
     },
     "cpu": {
@@ -148,8 +149,9 @@ SETTINGS: dict[Device, dict[str, str]] = {
         "decode": f"{EMULATED.format('decode', 'cpu')} --sizes 2x64x128x8x8x512 --sequence 8 --alpha 10us --rounds 4",
         "compiled": "",
         "workers": "1",
-        "study": "--wirings standard ladder --sizes 1x16x48x1x1x512 --seq-length 32 --micro-batch-size 2 "
-        "--global-batch-size 2 --iterations 2 --learning-rates 0.01 --seeds 1 2 --evaluations 1 --eval-iters 1 --",
+        "study": "--wirings standard ladder --sizes 1x16x48x1x1x512 1x24x48x1x1x512 1x32x48x1x1x512 --seq-length 32 "
+        "--micro-batch-size 2 --global-batch-size 2 --tokens-per-parameter 0.005 --transfer-rates "
+        "--learning-rates 0.01 --seeds 1 --evaluations 1 --eval-iters 1 --",
     },
 }
 
