@@ -40,6 +40,8 @@ LAB = ["pandas>=2.2,<4", "scipy>=1.14,<2"]
 TEST = [
     "build>=1.3,<2",
     "mypy>=1.18",
+    # The reference, docs/write_reference.py.
+    "pdoc>=16,<17",
     "pytest>=8.4",
     "requests>=2.32,<3",
     "ruff>=0.14",

@@ -39,6 +39,9 @@ from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
+__all__ = ["build_model", "LanguageModel", "training", "TrainingRun", "StepResult", "UserError", "BadNumbersError"]
+__all__ += ["TextGenerator", "Generation", "Score", "import_model", "export_model"]
+
 Ids = Iterable[SupportsIndex]
 """Token ids."""
 TextOrIds = str | Ids

@@ -1,15 +1,51 @@
-"""The flags page and the pictures of docs/ are what their programs write now."""
+"""The reference and the pictures of docs/ are what their programs write."""
 
+import ast
+import html
+import re
 import runpy
+import sys
+import warnings
+from pathlib import Path
 
+import pytest
+
+from megatron_ladder import api
+from megatron_ladder.config.run import SECTIONS
+from megatron_ladder.flags import section_flags
 from tests.helpers.commands import REPOSITORY_ROOT
 
 DOCS = REPOSITORY_ROOT / "docs"
 
 
-def test_the_flags_page_is_up_to_date() -> None:
-    written = runpy.run_path(str(DOCS / "write_flags.py"))
-    assert written["PAGE"].read_text(encoding="utf-8") == written["page"](), "run python docs/write_flags.py"
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the reference, written without a warning by the command in its docstring."""
+    folder = tmp_path_factory.mktemp("reference")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch.setattr(sys, "argv", ["write_reference.py", "--output-dir", str(folder / "pages")])
+        runpy.run_path(str(DOCS / "write_reference.py"), run_name="__main__")
+    return folder / "pages"
+
+
+def test_the_reference_describes_all_that_the_interface_defines_and_the_docs_call(reference: Path) -> None:
+    page = (reference / "megatron_ladder" / "api.html").read_text(encoding="utf-8")
+    names = set(re.findall(r'<(?:div|section) id="([\w.]+)"', page))
+    source = Path(api.__file__).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+            assert node.name in names
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    classes = {"run": "TrainingRun", "generator": "TextGenerator", "model": "LanguageModel", "result": "StepResult"}
+    for variable, member in re.findall(r"\b(run|generator|model|result)\.(?!py\b)([a-z]\w+)", text):
+        assert f"{classes[variable]}.{member}" in names
+
+
+def test_the_reference_has_all_flags_of_the_trainer(reference: Path) -> None:
+    page = html.unescape((reference / "pretrain_ladder_flags.html").read_text(encoding="utf-8"))
+    assert [one.name for one in section_flags(*SECTIONS) if f"<td><code>{one.name}" not in page] == []
+    assert {path.name for path in reference.glob("*.html")} > {"index.html", "generate_flags.html"}
 
 
 def test_the_pictures_are_up_to_date() -> None:
