@@ -32,7 +32,7 @@ def check_wandb(run: RunConfig) -> None:
             wandb.login(verify=False, timeout=_LOGIN_SECONDS)
     # A folder of the package's name in the current directory is imported as an empty module.
     except (ImportError, AttributeError) as error:
-        raise UserError(f"--wandb-project {project}: {error}: pip install 'megatron-ladder[wandb]'") from None
+        raise UserError(f"--wandb-project {project}: {error}: pip install wandb") from None
     except Exception as error:  # wandb's errors have no common base class, and their texts may hold the key.
         fix = "run `wandb login`, or set WANDB_MODE=offline"
         raise UserError(f"--wandb-project {project}: no usable API key ({type(error).__name__}): {fix}") from None

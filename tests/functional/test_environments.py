@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_every_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert all(row[2] == "not run" and absent.search(row[3]) for row in others), others
 
 
-def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
+def test_a_wheel_contains_the_packages_alone_and_a_source_distribution_all_programs(tmp_path: Path) -> None:
     tracked = tracked_files()
     for name in tracked:
         copy = tmp_path / "source" / name
@@ -112,6 +113,12 @@ def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     packages = ("megatron_ladder/", "tools/ladder_lab/")
     assert found == {name.removeprefix("tools/") for name in tracked if name.startswith(packages)}
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        contained = {name.partition("/")[2] for name in archive.getnames()}
+    # Files that only a clone needs, and measurements.
+    left_out = re.compile(r"\.ci/|\.gitignore$|tests/|vllm_plugin/|docs/.*\.json$")
+    assert [name for name in tracked if name not in contained and not left_out.match(name)] == []
 
 
 def test_the_container_image_copies_what_the_package_needs() -> None:
@@ -121,4 +128,4 @@ def test_the_container_image_copies_what_the_package_needs() -> None:
             copied.update(line.split()[1:-1])
     present = {name.partition("/")[0] for name in tracked_files()}
     assert copied <= present
-    assert present - copied == {".ci", ".gitignore", "docs", "tests", "vllm_plugin"}
+    assert present - copied == {".ci", ".gitignore", "CITATION.cff", "docs", "tests", "vllm_plugin"}

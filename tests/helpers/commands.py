@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -24,6 +26,14 @@ _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {} --master-port {}",
 }
 _KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER", "VIRTUAL_ENV")
+
+
+def package_metadata() -> dict[str, Any]:
+    """Return what setup.py passes to setuptools."""
+    passed: dict[str, Any] = {}
+    with mock.patch("setuptools.setup", lambda **arguments: passed.update(arguments)):
+        runpy.run_path(str(REPOSITORY_ROOT / "setup.py"))
+    return passed
 
 
 def free_port() -> int:

@@ -65,7 +65,7 @@ def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypa
     run = run_with("--wandb-project", "p", "--tensorboard-dir", tmp_path)
     with mock.patch.dict(sys.modules, {"wandb": None}):
         (error,) = errors_of(check_wandb, run)
-    assert error.startswith("--wandb-project p: ") and "pip install 'megatron-ladder[wandb]'" in error
+    assert error.startswith("--wandb-project p: ") and error.endswith("pip install wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "online")
