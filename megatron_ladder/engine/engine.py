@@ -49,8 +49,6 @@ class Engine:
         last. `options` are keyword arguments of `LanguageModel.forward`. If `trains` is set, backward runs too.
         """
         pipeline, chunks = self._mesh.pipeline, self._model.chunks
-        if trains and pipeline.size > 1:
-            self._model.stack.partial_sums.expect(len(micro_batches) * chunks)
         slots = make_schedule(pipeline.size, chunks, len(micro_batches), trains)[pipeline.rank]
         outputs: list[Tensor] = []
 

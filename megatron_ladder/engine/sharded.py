@@ -28,7 +28,6 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.layout import SHARDED_MARKS
 from megatron_ladder.parallel.products import SUM, add_product
 
 
@@ -103,17 +102,13 @@ class ShardedOptimizer(ZeroOptimizer):
         self.groups: list[dict[str, Any]] = []
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
-            # Norms and biases are the first weights to arrive, because some are read outside of their modules. The
-            # gradients of routers, which all tensor-parallel ranks hold, arrive at the end of backward.
+            # Norms and biases are the first weights to arrive, because some are read outside of their modules.
             is_last = index == len(groups) - 1
-            is_late = {weight: is_last or not getattr(weight, SHARDED_MARKS[0]) for weight in ordered}
             buckets = []
-            for late in dict.fromkeys(is_late.values()):
-                alike = [parameter for parameter in ordered if is_late[parameter] == late]
-                for parameters in _cut(alike, bucket_numbers, tied):
-                    bucket = _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)
-                    buckets.append(bucket)
-                    order[bucket] = bucket.copies is not None, late, -position[parameters[-1]]
+            for parameters in _cut(ordered, bucket_numbers, tied):
+                bucket = _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)
+                buckets.append(bucket)
+                order[bucket] = bucket.copies is not None, is_last, -position[parameters[-1]]
             self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
         self.buckets = sorted(order, key=order.__getitem__)
         self._sums = {

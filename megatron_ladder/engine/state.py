@@ -4,6 +4,9 @@ Every class of optimizer that shards its state over data-parallel ranks flattens
 way. Each class maps the parts of local parameters (`Span`) to its tensors; this needs no communication.
 `ShardedOptimizer` implements ZeRO 0 and 1, and `engine/deepspeed.py` the other stages. Every save checks that each
 weight is its rounded master (`checkpoint/saving.py`).
+
+A step's gradients are sums over the data-parallel ranks. Tensor-parallel ranks that hold the same weight, and use it on
+their own heads, positions or experts, then sum their parts of them: each those elements that its optimizer owns.
 """
 
 import math
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.comm.group import CommGroup, to_device
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
 
@@ -190,6 +194,21 @@ def _parts(gradients: Gradients) -> Iterator[tuple[Span, Section, Tensor]]:
     for span, gradient in gradients:
         for section, _, begin, length in split_interval(span.sections, span.shape, span.start, gradient.numel()):
             yield span, section, gradient.reshape(-1).narrow(0, begin, length)
+
+
+def sum_partial_gradients(gradients: Gradients, mesh: ProcessMesh, device: torch.device) -> None:
+    """Sum in place the gradients of which tensor-parallel ranks have parts, over the ranks that hold the same slice.
+
+    Every rank must call it, once per step. These ranks have equal spans, because their parameters have equal shapes.
+    """
+    parts_by_group: dict[CommGroup, list[Tensor]] = {}
+    for _, section, elements in _parts(gradients):
+        if section.is_partial:
+            is_whole = section.tensor.replicas(mesh.tensor.size) == mesh.tensor.size
+            parts_by_group.setdefault(mesh.tensor if is_whole else mesh.kv_replica, []).append(elements)
+    for group, parts in parts_by_group.items():
+        sums = group.all_reduce(to_device(torch.cat(parts), device)).split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, sums)
 
 
 def gradient_norm(

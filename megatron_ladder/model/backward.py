@@ -52,6 +52,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
+from megatron_ladder.comm.stream import share_gradient
+from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.sub_block import (
     Output,
     SequenceContext,
@@ -60,7 +62,6 @@ from megatron_ladder.model.sub_block import (
     output_parts,
     walk,
 )
-from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 from megatron_ladder.parallel.products import InputGradient, reached_by_backward
 from megatron_ladder.torch_private import run_backward
 
@@ -121,6 +122,10 @@ class MirrorPlan(NamedTuple):
         }
         return MirrorPlan(crosses_unreduced, crossing, behind, first_reduced, start, completed)
 
+    def crossing_norms(self, steps: Sequence[SubBlock], first: int) -> set[RMSNorm]:
+        """Return the norms of a range that go backward before the sum over the ranks, and so get partial gradients."""
+        return {step.norm for step in steps[: self.first_reduced - first] if not step.reads_own}
+
 
 def _crossing_reads(plan: ReadPlan, cut: int) -> list[range]:
     """Return the reads behind a cut whose unreduced gradients cross it, by slot of the state."""
@@ -142,7 +147,6 @@ class ForwardRecord:
         plan: ReadPlan,
         first: int,
         launch: Launch,
-        sums: PartialSums,
         queue: CudaSideQueue | None,
     ) -> None:
         """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` runs reads ahead."""
@@ -154,11 +158,14 @@ class ForwardRecord:
         self.layout = steps[0].layout
         self.sharded = self.layout.shards > 1
         self.queue = queue
-        self.partial_gradients = PartialGradients(sums)
-        norms = Counter(step.norm for step in steps if not step.shares_reading)
+        norms = Counter(step.norm for step in steps if not step.shares_reading for _ in step.lanes)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._collected: dict[RMSNorm, tuple[GradientEdge, Tensor]] = {}
+        """For some norms a leaf that stands in for the weight, and what its gradient goes to."""
         self.losses: dict[str, Tensor] = {}
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
+        self._crossing_norms = self.mirror.crossing_norms(steps, self.first)
         self._extra_arguments: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         """For each sub-block and lane that is recomputed what its body does not compute again."""
         self._lanes: list[list[_Graph | LocalReading | Tensor]] = []
@@ -225,16 +232,37 @@ class ForwardRecord:
     def _read(self, step: int, leaf: Tensor, with_graph: bool) -> LocalReading:
         norm = self.steps[step].norm
         with torch.set_grad_enabled(with_graph):
-            is_partial = with_graph and self.first + step < self.mirror.first_reduced
-            weight = self.partial_gradients.defer(norm.weight) if is_partial else None
-            if with_graph and not is_partial and norm in self._shared_norms and norm.partial_over is None:
-                weight = self.partial_gradients.collect(norm.weight)
-            normed = norm(leaf, weight, self.partial_gradients)
+            normed = norm(leaf, stand_in=functools.partial(self._stand_in, step) if with_graph else None)
         detached = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
         keeps_input = not self.sharded or self.steps[step].recompute
-        input_gradient = InputGradient(self.launch, self.partial_gradients, keeps_input)
+        input_gradient = InputGradient(self.launch, keeps_input)
         return LocalReading(leaf, edge, detached, self.layout.start_read(detached), input_gradient)
+
+    def _stand_in(self, step: int, weight: Tensor) -> Tensor:
+        """Return the weight of the norm of a step, or a leaf that collects its gradients until the pass ends.
+
+        A weight that several sub-blocks or lanes use gets their gradients at once, because ZeRO counts them. One that
+        is used on another stream gets its gradient on the current one: DeepSpeed copies a gradient to a bucket on the
+        stream on which it arrives, and the one that fills the bucket reduces it there, without waiting for the others.
+        """
+        norm = self.steps[step].norm
+        if weight.requires_grad and (self.queue is not None or norm in self._shared_norms):
+            if norm not in self._collected:
+                with torch.enable_grad(), torch.cuda.stream(self._stream):
+                    edge = get_gradient_edge(weight.view_as(weight))
+                self._collected[norm] = edge, weight.detach().requires_grad_()
+            _, weight = self._collected[norm]
+        if norm in self._crossing_norms and self.first + step >= self.mirror.first_reduced:
+            # Complete on every rank, unlike those of its other uses.
+            return share_gradient(weight, self.steps[step].group)
+        return weight
+
+    def end_pass(self) -> None:
+        """Pass on the gradients of the leaves that stand in for weights."""
+        for edge, leaf in self._collected.values():
+            torch.autograd.backward([edge], [leaf.grad])
+        self._collected.clear()
 
     def _build(self, step: int, lane: int, reading: LocalReading) -> tuple[_Graph, Tensor, dict[str, Tensor]]:
         """Run a body with a graph, and return the graph, the partial sum and the losses. The graph keeps an edge to the
@@ -303,7 +331,7 @@ class _BackwardWalk:
             with record.steps[step].named("backward"):
                 self._differentiate(number, graphs, gradients)
         entered = self._entered_state_gradient()
-        record.partial_gradients.end_pass()
+        record.end_pass()
         return entered
 
     def _keep(self, read: int, wait: Callable[[], Tensor], unreduced: Sequence[Tensor]) -> None:

@@ -16,7 +16,6 @@ from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ladder.parallel.partial_gradients import PartialGradients
 from megatron_ladder.parallel.products import InputGradient
 
 _LATENT_EPSILON = 1e-6
@@ -50,21 +49,18 @@ class _AttentionHeads(nn.Module):
         if branch.head_norms:
             self.q_norm, self.k_norm = (RMSNorm(build, tensor, own_input=True) for tensor in branch.head_norms)
 
-    def forward(
-        self, projected: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
-    ) -> Tensor:
+    def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
         gate = None
         if self.gate_width:
             projected, gate = projected.split((sum(self.widths), self.gate_width), dim=-1)
-        deferred = None if input_gradient is None else input_gradient.partial_gradients
-        attended = self.attend(projected, context, deferred).permute(2, 0, 1, 3).flatten(2)
+        attended = self.attend(projected, context).permute(2, 0, 1, 3).flatten(2)
         return attended if gate is None else self.operations.gate(attended, gate)
 
-    def attend(self, projected: Tensor, context: SequenceContext, deferred: PartialGradients | None) -> Tensor:
+    def attend(self, projected: Tensor, context: SequenceContext) -> Tensor:
         """[s, b, sum of widths], without the gate -> [b, heads/t, s, d]."""
         norm_weights = None
         if self.q_norm is not None and self.k_norm is not None:
-            norm_weights = self.q_norm.weight_in_use(deferred), self.k_norm.weight_in_use(deferred)
+            norm_weights = self.q_norm.weight, self.k_norm.weight
         q, k, v = self.operations.split_heads(
             projected, self.widths, self.head_dim, context.rotary, norm_weights, self.epsilon
         )
@@ -98,13 +94,13 @@ class LatentHeads(_AttentionHeads):
         self.q_b_proj = products[0] if config.q_lora_rank else None
         self.kv_a_norm, self.kv_b_proj = norms[-1], products[-1]
 
-    def attend(self, projected: Tensor, context: SequenceContext, deferred: PartialGradients | None) -> Tensor:
+    def attend(self, projected: Tensor, context: SequenceContext) -> Tensor:
         """See `_AttentionHeads.attend`."""
         queries, latent_and_key = projected.split(self.widths, dim=-1)
         if self.q_a_norm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj(self.q_a_norm(queries, None, deferred))
+            queries = self.q_b_proj(self.q_a_norm(queries))
         latent, key = latent_and_key.split(self.latent_widths, dim=-1)
-        latent = self.kv_a_norm(latent, None, deferred)
+        latent = self.kv_a_norm(latent)
         q, key = self.operations.rotate_latent(queries, key, self.nope, context.rotary)
         if context.cache is not None:
             new = torch.cat((latent.unsqueeze(2).permute(1, 2, 0, 3), key), dim=-1)
@@ -161,7 +157,7 @@ class Attention(Body):
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
         """See `Body`."""
-        attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
+        attended = self.heads(self.qkv_proj(normed, input_gradient), context)
         return BodyOutput(self.o_proj(attended))
 
 
@@ -203,5 +199,5 @@ class AttentionMLP(Body):
         """See `Body`."""
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = projected.tensor_split((self.attention_width,), dim=-1)
-        of_attention = self.o_proj(self.heads(heads, context, input_gradient))
+        of_attention = self.o_proj(self.heads(heads, context))
         return BodyOutput(of_attention + self.down_proj(self.operations.swiglu(gate_up)))

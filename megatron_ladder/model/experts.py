@@ -26,7 +26,6 @@ from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.partial_gradients import sum_gradient
 from megatron_ladder.parallel.products import (
     ExpertWeights,
     InputGradient,
@@ -52,7 +51,8 @@ class Router(ParallelModule):
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build)
         weight, *bias = branch.router
-        self.add_parameter("weight", [weight], build)
+        # Each rank has the gradient of its part of the experts' outputs.
+        self.add_parameter("weight", [weight], build, is_partial=True)
         self.register_buffer("loads", torch.zeros(weight.shape[0], dtype=torch.int64, device=build.device), False)
         if bias:
             self.add_state("expert_bias", bias[0], build)
@@ -61,8 +61,7 @@ class Router(ParallelModule):
 
     def forward(self, x: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
         """[s, b, h] -> logits [s, b, E] in fp32, or fp64 for an fp64 model."""
-        deferred = None if input_gradient is None else input_gradient.partial_gradients
-        return linear(x, sum_gradient(self.weight, self.group, deferred), None, input_gradient, wide=True)
+        return linear(x, self.weight, None, input_gradient, wide=True)
 
 
 class _ExpertMatrices(ParallelModule):

@@ -4,16 +4,17 @@
 
 The weight [n] is the same on every tensor-parallel rank. Its gradient is complete on every rank if all ranks normalise
 the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, or
-the streams of its own lanes, the gradient is summed over the ranks (`partial_over`). A norm that reads a per-rank
+the streams of its own lanes, the gradient is a partial sum (`Section.is_partial`). A norm that reads a per-rank
 residual stream has one weight per rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
 """
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.partial_gradients import PartialGradients, sum_gradient
 
 
 class RMSNorm(ParallelModule):
@@ -31,28 +32,23 @@ class RMSNorm(ParallelModule):
         super().__init__(build)
         self.operations = build.operations
         self.epsilon = build.config.norm_epsilon if epsilon is None else epsilon
-        self.partial_over = self.group if own_input or build.mesh.stream.shards > 1 else None
-        self.add_parameter("weight", [tensor], build)
-
-    def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
-        """Return the weight [n]; if each rank gets only a part of its gradient, the parts are summed over the ranks.
-
-        `partial_gradients` sums the parts later; without it, each sum is waited for where the gradient arises.
-        """
-        return sum_gradient(self.weight, self.partial_over, partial_gradients)
+        self.add_parameter("weight", [tensor], build, own_input or build.mesh.stream.shards > 1)
 
     def forward(
         self,
         x: Tensor,
         weight: Tensor | None = None,
-        partial_gradients: PartialGradients | None = None,
         output: Tensor | None = None,
+        stand_in: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[..., size] -> [..., size], with `weight` instead of the norm's weight if it is given.
 
-        `output`, of a sub-block, is added to x first; the sum is then returned together with its norm.
+        `output`, of a sub-block, is added to x first; the sum is then returned together with its norm. `stand_in`
+        returns what replaces the norm's weight, which ZeRO-3 has gathered only here.
         """
-        weight = (self.weight_in_use(partial_gradients) if weight is None else weight).flatten()
+        if weight is None:
+            weight = self.weight if stand_in is None else stand_in(self.weight)
+        weight = weight.flatten()
         if output is None:
             return self.operations.norm(x, weight, self.epsilon)
         return self.operations.add_norm(x, output, weight, self.epsilon)

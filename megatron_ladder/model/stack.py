@@ -19,14 +19,13 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
-from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
+from megatron_ladder.model.backward import ForwardRecord, MirrorPlan, walk_mirrored
 from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
-from megatron_ladder.parallel.partial_gradients import PartialSums
 
 BODIES: dict[SubBlockKind, type[Body]] = {
     SubBlockKind.ATTENTION: Attention,
@@ -96,7 +95,6 @@ class TransformerStack(nn.Module):
     """One or more contiguous ranges of layers, the chunks of a pipeline stage.
 
     Attributes:
-        partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
         loss_names: names of the losses that bodies of the whole model return.
     """
 
@@ -122,7 +120,7 @@ class TransformerStack(nn.Module):
         self._reads_own = config.lanes > 0
         self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"
-        self.partial_sums = PartialSums(mesh.tensor)
+        self._mirrors = options.tp_overlap and options.mirrored_backward and mesh.tensor.size > 1 and not self.desync
         self._chunks = chunks
         self._firsts = [sum(map(len, wired[: layers.start])) for layers in chunks]
         """The first sub-block of each chunk."""
@@ -133,7 +131,14 @@ class TransformerStack(nn.Module):
         """Change what the sub-blocks miss and which of their outputs travel together, for all layers of the model."""
         self.plan = plan_reads(wired_layers)
         self._wired = wired_layers
-        self._steps: Sequence[Sequence[SubBlock]] = ()
+        self._steps = [[*self._steps_of(layers)] for layers in self._chunks]
+        if not self._mirrors or self._reads_own or self.layout.shards > 1:
+            return
+        for steps, first in zip(self._steps, self._firsts, strict=True):
+            crossing = MirrorPlan.of(self.plan, first, first + len(steps), sharded=False).crossing_norms(steps, first)
+            for norm in {step.norm for step in steps}:
+                (section,) = norm.sections["weight"]
+                norm.sections["weight"] = (replace(section, is_partial=norm in crossing),)
 
     def slots_in(self, chunk: int) -> int:
         """Number of slots of the state that enters a chunk: the stream, and the parts of the missing outputs."""
@@ -148,16 +153,13 @@ class TransformerStack(nn.Module):
         if self.desync:
             return walk_desync(state[0], steps, context).unsqueeze(0)
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
-        mirrored = overlap and self.options.mirrored_backward and self.mesh.tensor.size > 1
-        if torch.is_grad_enabled() and (mirrored or self._reads_own):
-            record = ForwardRecord(steps, context, self.plan, first, launch, self.partial_sums, queue)
+        if torch.is_grad_enabled() and (self._mirrors or self._reads_own):
+            record = ForwardRecord(steps, context, self.plan, first, launch, queue)
             return walk_mirrored(state, record)
         return walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
 
     def sub_blocks(self, chunk: int = 0) -> Sequence[SubBlock]:
         """Return the steps of all layers of a chunk."""
-        if not self._steps:
-            self._steps = [[*self._steps_of(layers)] for layers in self._chunks]
         return self._steps[chunk]
 
     def _steps_of(self, layers: range) -> Iterator[SubBlock]:

@@ -38,12 +38,19 @@ class Section:
     """First element in the local parameter."""
     counted: bool = True
     """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
+    is_partial: bool = False
+    """Whether each of the tensor-parallel ranks that hold the same slice gets only a part of its gradient."""
 
     @staticmethod
-    def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0) -> "Section":
-        """Return the section of a canonical tensor that a tensor-parallel rank holds."""
-        counted = group.rank % tensor.replicas(group.size) == 0
-        return Section(tensor, *tensor.slice_of(group.rank, group.size), local_start, counted)
+    def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0, is_partial: bool = False) -> "Section":
+        """Return the section of a canonical tensor that a tensor-parallel rank holds.
+
+        Ranks that hold the same key heads use them for different queries, so their gradients are always partial.
+        """
+        replicas = tensor.replicas(group.size)
+        counted = group.rank % replicas == 0
+        is_partial = replicas > 1 and (is_partial or tensor.heads is not None)
+        return Section(tensor, *tensor.slice_of(group.rank, group.size), local_start, counted, is_partial)
 
     @property
     def name(self) -> str:
@@ -139,17 +146,20 @@ class ParallelModule(nn.Module):
             setattr(self, name, state.to(getattr(self, name).device))
         return self
 
-    def add_parameter(self, attribute: str, tensors: Sequence[TensorSpec], place: Placement) -> None:
+    def add_parameter(
+        self, attribute: str, tensors: Sequence[TensorSpec], place: Placement, is_partial: bool = False
+    ) -> None:
         """Register an uninitialised parameter that holds the rank's slices of canonical tensors, or None without any.
 
-        The slices follow one another along the sharded dimension, which is that of the first tensor.
+        The slices follow one another along the sharded dimension, which is that of the first tensor. `is_partial` is
+        that of their sections.
         """
         if not tensors:
             self.register_parameter(attribute, None)
             return
         sections, start = [], 0
         for tensor in tensors:
-            sections.append(Section.of(tensor, self.group, start))
+            sections.append(Section.of(tensor, self.group, start, is_partial))
             start += tensor.width(self.group.size)
         shape, dim = list(tensors[0].shape), tensors[0].sharded_dim
         shape[dim or 0] = start

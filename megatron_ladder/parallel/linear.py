@@ -19,14 +19,14 @@ from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.parallel.layout import ParallelModule, Placement
-from megatron_ladder.parallel.products import InputGradient, SharedRows, linear
+from megatron_ladder.parallel.products import InputGradient, linear
 
 
 class ColumnParallelLinear(ParallelModule):
     """`y_shard = x @ weight_shard^T + bias_shard`, for one or several matrices of the same input side by side.
 
     The gradient of x is summed over the group, unless each rank has a separate x. The gradient of rows that several
-    ranks hold is summed over these ranks.
+    ranks hold is a partial sum (`Section.is_partial`).
     """
 
     weight: nn.Parameter
@@ -39,7 +39,6 @@ class ColumnParallelLinear(ParallelModule):
         self.sum_input_gradient = sum_input_gradient
         self.widths = [matrix.weight.width(self.group.size) for matrix in matrices]
         self.biased = [matrix.bias is not None for matrix in matrices]
-        self._shared_rows = self._rows_of_several_ranks(matrices, placement)
         self.add_parameter("weight", [matrix.weight for matrix in matrices], placement)
         self.add_parameter("bias", [matrix.bias for matrix in matrices if matrix.bias is not None], placement)
 
@@ -50,13 +49,11 @@ class ColumnParallelLinear(ParallelModule):
         autograd, which would wait for the sum.
         """
         bias = self._bias_of_all_columns()
-        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters(recurse=False))
-        shared_rows = self._shared_rows if is_trained else None
-        if input_gradient is None and self.sum_input_gradient:
+        if input_gradient is not None:
+            return linear(hidden_states, self.weight, bias, input_gradient)
+        if self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        if input_gradient is None and shared_rows is None:
-            return self.linear(hidden_states, self.weight, bias)
-        return linear(hidden_states, self.weight, bias, input_gradient, shared_rows=shared_rows)
+        return self.linear(hidden_states, self.weight, bias)
 
     def _bias_of_all_columns(self) -> Tensor | None:
         bias: Tensor | None = self.bias
@@ -67,15 +64,6 @@ class ColumnParallelLinear(ParallelModule):
             pieces = iter(bias.split([width for biased, width in pairs if biased]))
             bias = torch.cat([next(pieces) if biased else bias.new_zeros(width) for biased, width in pairs])
         return bias
-
-    def _rows_of_several_ranks(self, matrices: Sequence[Matrix], placement: Placement) -> SharedRows | None:
-        bounds: list[tuple[int, int]] = []
-        start = 0
-        for matrix, width in zip(matrices, self.widths, strict=True):
-            if matrix.weight.replicas(self.group.size) > 1:
-                bounds.append((start, start + width))
-            start += width
-        return SharedRows(bounds, placement.mesh.kv_replica) if bounds else None
 
 
 class RowParallelLinear(ParallelModule):

@@ -22,7 +22,7 @@ not sorted by hand on the host, which never reads how many an expert has, except
 used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch
-from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 SUM = "gradient_sum"
 """The attribute of a parameter with a `GradientSum`, which then gets no gradient from autograd."""
@@ -53,15 +51,13 @@ class InputGradient:
 
     Attributes:
         launch: starts to sum the parts of the ranks; may be replaced before backward.
-        partial_gradients: collects those of replicated parameters inside the sub-block.
         in_flight: the gradient, once backward has computed this rank's part of it for all uses of the input.
         input_again: the input, which the caller gathers again for backward; None until that gather starts.
     """
 
-    def __init__(self, launch: Launch, partial_gradients: PartialGradients, keeps_input: bool = True) -> None:
+    def __init__(self, launch: Launch, keeps_input: bool = True) -> None:
         """Without `keeps_input` the caller sets `input_again` before backward."""
         self.launch = launch
-        self.partial_gradients = partial_gradients
         self.input_again: InFlight | None = None
         self.in_flight: InFlight | None = None
         self._keeps_input = keeps_input
@@ -87,43 +83,22 @@ class InputGradient:
         return self.in_flight.wait()
 
 
-class SharedRows(NamedTuple):
-    """Rows of a weight and its bias that several ranks hold, such as key heads; each has a part of their gradient."""
-
-    bounds: Sequence[tuple[int, int]]
-    """The first row, and the row behind the last one, of each block."""
-    group: CommGroup
-    """The ranks that hold the same rows."""
-
-    def sum(self, gradient: Tensor) -> None:
-        """Sum these rows of a gradient over the group, in place."""
-        for start, stop in self.bounds:
-            self.group.all_reduce(gradient[start:stop])
-
-
 class _Product(Function):
     """Saves the parameter for backward, before which ZeRO-3 gathers it again."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        input_gradient: InputGradient | None,
-        wide: bool,
-        shared_rows: SharedRows | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None, wide: bool
     ) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if input_gradient is None else input_gradient.use(x)))
         ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
         ctx.has_bias = bias is not None
-        ctx.shared_rows = shared_rows
-        ctx.sum = None if wide or shared_rows is not None else getattr(weight, SUM, None)
+        ctx.sum = None if wide else getattr(weight, SUM, None)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
         return F.linear(x.to(dtype), weight.to(dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, *saved_input = ctx.saved_tensors
         of_x: Tensor | None = None
         if ctx.input_gradient is not None or ctx.needs_input_grad[0]:
@@ -135,34 +110,23 @@ class _Product(Function):
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
         a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
         of_weight = (a @ b).to(weight.dtype) if ctx.sum is None else ctx.sum(a, b)
-        if ctx.shared_rows is not None and ctx.needs_input_grad[1]:
-            ctx.shared_rows.sum(of_weight)
-        if ctx.shared_rows is not None and ctx.needs_input_grad[2]:
-            ctx.shared_rows.sum(of_bias)
-        return of_x, of_weight, of_bias, None, None, None
+        return of_x, of_weight, of_bias, None, None
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_gradient: InputGradient | None = None,
-    wide: bool = False,
-    shared_rows: SharedRows | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None = None, wide: bool = False
 ) -> Tensor:
     """Return `x @ weight^T + bias`, for x [..., in] and weight [out, in].
 
-    The gradient of x goes to `input_gradient`, if given. `wide` products are computed in fp32 at least. The gradients
-    of `shared_rows` of the weight and the bias are summed over their ranks.
+    The gradient of x goes to `input_gradient`, if given. `wide` products are computed in fp32 at least.
 
     torch's own function saves a view of the weight for backward, and with it the memory of the whole weight, and leaves
     its gradient to autograd. A parameter that ZeRO-3 partitions (it has a `ds_id`), or whose gradients are summed
     elsewhere, therefore goes through a function that saves the parameter.
     """
-    is_plain = input_gradient is None and shared_rows is None and not wide
-    if is_plain and not (hasattr(weight, "ds_id") or hasattr(weight, SUM)):
+    if input_gradient is None and not (wide or hasattr(weight, "ds_id") or hasattr(weight, SUM)):
         return F.linear(x, weight, bias)
-    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide, shared_rows)
+    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide)
     return result
 
 

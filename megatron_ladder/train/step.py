@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
-from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient
+from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient, sum_partial_gradients
 from megatron_ladder.model.language_model import LossScales
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
@@ -69,8 +69,11 @@ def train_step(
     model.take_loads(trainer.device)
     loss_sum = _forward_backward(trainer, micro_batches, scales)
 
-    # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
+    # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
     gradients = engine.optimizer.gradients()
+    sum_partial_gradients(gradients, mesh, trainer.device)
+
+    # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
     extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
     numbers = to_device(torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64), trainer.device)

@@ -30,8 +30,8 @@ RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --qk-layernorm".split()
 STAGES = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
-def record(trainer: Trainer) -> list[str]:
-    """Record the events of this stage's stack, numbered within the stage.
+def record(trainer: Trainer) -> tuple[Trainer, list[str]]:
+    """Return a trainer that records the events of this stage's stack, numbered within the stage, and the events.
 
     The events are launches and waits of reduces (`L3`, `W3`), starts of sub-blocks (`B3`), gradients of their first
     weights (`G3`), and sums of partial gradients (`S`).
@@ -39,19 +39,18 @@ def record(trainer: Trainer) -> list[str]:
     stack = trainer.model.stack
     group = RecordingGroup(stack.mesh.tensor)
     stack.mesh = replace(stack.mesh, tensor=group)
-    stack.layout, stack.partial_sums.group = stack.mesh.stream, group
+    stack.layout = stack.mesh.stream
     for number, step in enumerate(stack.sub_blocks()):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
         names = ("qkv_proj.weight", "gate_up_proj.weight")
         first = next(parameter for name, parameter in step.body.named_parameters() if name in names)
         first.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
-    return group.events
+    return replace(trainer, mesh=replace(trainer.mesh, tensor=group)), group.events
 
 
 def events_of_a_step(argv: list[str], micro_batches: int) -> str:
     """On each rank: return the events of one step."""
-    trainer = build_trainer_here(argv)
-    events = record(trainer)
+    trainer, events = record(build_trainer_here(argv))
     train_step(trainer, own_batches(trainer, steps_of_batches(1, micro_batches)[0]), 1)
     return " ".join(events)
 

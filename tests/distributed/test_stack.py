@@ -46,9 +46,9 @@ def stack_events(
 ) -> tuple[str, str]:
     """Return the events of the stack's forward pass and, with `training`, of its backward pass.
 
-    They are launches and waits of reduces (`L3`, `W3`) and gathers (`G3`, `H3`), numbered by sub-block, and sums of
-    partial gradients (`S`); in forward, starts of bodies (`B3`); in backward, recomputations (`B3`), gradients of first
-    weights (`D3`), and gathers of inputs (`X3`, `Y3`).
+    They are launches and waits of reduces (`L3`, `W3`) and gathers (`G3`, `H3`), numbered by sub-block, and sums that
+    are waited for at once (`S`); in forward, starts of bodies (`B3`); in backward, recomputations (`B3`), gradients of
+    first weights (`D3`), and gathers of inputs (`X3`, `Y3`).
     """
     model, group = recorded_model(config, options, sequence_parallel=sharded)
     model.stack.side_queue = InlineQueue() if sharded else None
@@ -103,7 +103,7 @@ STALENESS_2_BACKWARD = "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"
             "L5 W5 L4 W4 L3 W3 L2 W2 L1 W1 L0 W0",
         ),
         ("ladder", LADDER_FORWARD, LADDER_BACKWARD),
-        ("ladder-qk-norm", LADDER_FORWARD, f"{LADDER_BACKWARD} S"),
+        ("ladder-qk-norm", LADDER_FORWARD, LADDER_BACKWARD),
         ("hybrid", "B0 L0 W0 B1 L1 B2 L2 W1 B3 L3 W2 W3 B4 L4 W4 B5 L5 W5", "L5 W5 L4 W4 L3 L2 W3 L1 W2 W1 L0 W0"),
         ("parallel", "B0 L0 W0 B1 L1 W1 B2 L2 W2", "L2 W2 L1 W1 L0 W0"),
         ("ladder-parallel", "B0 L0 B1 L1 W0 B2 L2 W1 W2", "L2 L1 W2 L0 W1 W0"),
@@ -116,27 +116,27 @@ STALENESS_2_BACKWARD = "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"
         # In backward, the gradients of the stream and of the norm that reads it share one reduce.
         ("desync-2", "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2", "S S S"),
         ("desync-4", "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1", "S S"),
-        ("lanes", STALENESS_2_FORWARD, f"{STALENESS_2_BACKWARD} S"),
-        ("farskip-without-shared", LADDER_FORWARD, f"{LADDER_BACKWARD} S"),
+        ("lanes", STALENESS_2_FORWARD, STALENESS_2_BACKWARD),
+        ("farskip-without-shared", LADDER_FORWARD, LADDER_BACKWARD),
         # Attention, shared, routed; attention, MLP; attention, shared, routed. Attention travels with what follows it,
         # and the experts of a layer share a reading and its reduce, so two numbers are not used in backward.
         (
             "farskip",
             "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4",
-            "L7 L6 W7 W6 L5 L4 W5 W4 L3 L2 W3 W2 S",
+            "L7 L6 W7 W6 L5 L4 W5 W4 L3 L2 W3 W2",
         ),
         # Attention, routed, shared; attention, MLP; attention, routed, shared.
         (
             "shortcut",
             "B0 L0 B1 L1 W0 B2 L2 W1 W2 B3 L3 W3 B4 L4 W4 B5 L5 B6 L6 W5 B7 L7 W6 W7",
-            "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0 S",
+            "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0",
         ),
         # Attention, routed, MLP, attention, MLP; the other layers without routed. Routed and MLP share a reading.
         (
             "longcat",
             "B0 L0 W0 B1 L1 B2 L2 W2 B3 L3 W3 B4 L4 W1 W4 "
             + " ".join(f"B{number} L{number} W{number}" for number in range(5, 13)),
-            " ".join(f"L{number} W{number}" for number in reversed(range(1, 13))) + " S",
+            " ".join(f"L{number} W{number}" for number in reversed(range(1, 13))),
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_recomputation_runs_under_the_reduces_and_repeats_none(gloo_pools: GlooP
     }
     for recompute, events in expected.items():
         for _, found in gloo_pools(2).run(stack_events, config, StackOptions(recompute_layers=recompute)):
-            assert without("D", found) == events + " S" * (wiring == "ladder-lanes")
+            assert without("D", found) == events
 
 
 def test_standard_overlaps_the_reduce_with_the_weight_gradient(gloo_pools: GlooPools) -> None:
@@ -207,10 +207,10 @@ def test_sharded_stream_is_read_under_the_previous_sub_block(gloo_pools: GlooPoo
 @pytest.mark.parametrize(
     ("wiring", "recompute", "expected"),
     [
-        ("parallel", 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0 S"),
+        ("parallel", 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0"),
         # Under the backward of sub-block 1: the input of 0, the wait for reduce 2, norm, add, and the gather for 0.
-        ("ladder-parallel", 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0 S"),
-        ("ladder-parallel", 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0 S"),
+        ("ladder-parallel", 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0"),
+        ("ladder-parallel", 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0"),
     ],
 )
 def test_backward_of_a_sharded_stream_mirrors_the_forward_order(
@@ -240,7 +240,7 @@ def middle_range_events(config: ModelConfig) -> tuple[str, list[int]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_BackwardWalk, "_differentiate", counting)
         output.sum().backward()
-    return without("S", " ".join(group.events)), unreduced
+    return " ".join(group.events), unreduced
 
 
 def test_reads_that_crossed_a_cut_are_reduced_in_the_order_of_their_use(gloo_pools: GlooPools) -> None:

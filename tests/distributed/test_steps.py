@@ -121,6 +121,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
         ),
         slow("4x1x1", f"{LATENT} --sequence-parallel --residual-mode ladder --recompute-granularity full"),
         ("2x1x2", f"{LATENT} --zero-stage 2 --residual-mode ladder-parallel --q-lora-rank 12"),
+        ("2x1x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --offload-optimizer cpu --sequence-parallel"),
         ("2x1x2", f"{LATENT} {GLM} --zero-stage 3 --residual-mode farskip --q-lora-rank 12 --attention-output-gate"),
         ("1x3x1", f"{LATENT} --residual-mode standard --tie-embeddings --add-qkv-bias"),
         slow("2x2x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --lanes 2 --attention-output-gate"),

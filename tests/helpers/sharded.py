@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.state import sum_partial_gradients
 from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.stack import StackOptions
@@ -137,12 +139,18 @@ def run_chain(
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:
-    """Return every gradient that this rank holds, including replicated ones."""
-    pieces: Pieces = []
+    """Return every gradient that this rank holds, including replicated ones, with partial ones summed in place."""
+    gradients: list[tuple[Span, Tensor]] = []
     for parameter, sections in parameter_sections(model):
         assert parameter.grad is not None
-        pieces += [(s.name, s.box.offset, s.view(parameter.grad).clone()) for s in sections]
-    return pieces
+        span = Span(sections, parameter.shape, 0, parameter.detach().flatten(), parameter, 0, owned=True)
+        gradients.append((span, parameter.grad.contiguous()))
+    sum_partial_gradients(gradients, model.stack.mesh, torch.device("cpu"))
+    return [
+        (section.name, section.box.offset, section.view(gradient).clone())
+        for span, gradient in gradients
+        for section in span.sections
+    ]
 
 
 def assert_pieces(ranks: list[Pieces], expected: Mapping[str, Tensor], tolerance: float) -> None:

@@ -19,6 +19,7 @@ from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
+from megatron_ladder.engine.state import sum_partial_gradients
 from megatron_ladder.model.backward import ForwardRecord
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.norm import RMSNorm
@@ -45,6 +46,7 @@ class Rank:
         tensor, data = (new_group(size, checker) for size in (TENSOR, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
         self.checker = checker
+        self.mesh = mesh
         options = StackOptions(recompute_layers=recompute_layers)
         experts = ExpertOptions(balancing=1e-2, z_loss=1e-3)
         self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3, experts=experts)
@@ -65,6 +67,7 @@ class Rank:
                     with self.optimizer.reducing(micro_batches):
                         for _ in range(micro_batches):
                             self.model(*self.batch).backward()
+                sum_partial_gradients(self.optimizer.gradients(), self.mesh, torch.device("cpu"))
                 for bucket in self.optimizer.buckets:
                     assert bucket.master.grad is not None
                     bucket.master.grad.mul_(0.5)
@@ -142,6 +145,7 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
         for _ in range(2):
             with engine.optimizer.reducing(micro_batches):
                 engine.run_passes(batches, trains=True, scales=scales)
+            sum_partial_gradients(engine.optimizer.gradients(), mesh, torch.device("cpu"))
             engine.optimizer.step()
         engine.run_passes(batches, trains=False)
     return checker.faults

@@ -1,12 +1,22 @@
 """Which reads the gradients of a range need, and which cross its cuts: by hand, and as rules of random wirings."""
 
+import functools
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_ladder.blueprint.wiring import ReadPlan
-from megatron_ladder.model.backward import MirrorPlan
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.side_queue import CudaSideQueue
+from megatron_ladder.model.backward import ForwardRecord, MirrorPlan
+from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.sharded import small_model
+from tests.unit.comm import fake_cuda
 
 STALENESS_2 = ReadPlan((3, 4, 5, 6, 7, 7, 7))
 LONGCAT = ReadPlan((1, 5, 3, 4, 5, 6))
@@ -60,3 +70,19 @@ def test_ranges_agree_on_what_crosses(seed: int) -> None:
     assert all(
         first_reads[output] == read for plan in plans for read, outs in plan.completed.items() for output in outs
     )
+
+
+def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-2 copies a gradient to a bucket where it arrives, and reduces the bucket where another one arrives."""
+    mesh = replace(ProcessMesh.single(), tensor=CommGroup([0, 1], 0, None), sequence_parallel=True)
+    model = LanguageModel(small_model(residual_mode="ladder"), mesh)
+    stack, context = model.stack, model.training_context(torch.zeros(1, 4, dtype=torch.int64))
+    device = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    streams, view_as = [], Tensor.view_as
+    monkeypatch.setattr(Tensor, "view_as", lambda *tensors: streams.append(device.current) or view_as(*tensors))
+    queue = CudaSideQueue(torch.device("cuda"))
+    record = ForwardRecord(stack.sub_blocks(), context, stack.plan, 0, stack.layout.start_write, queue)
+    queue.run(functools.partial(record._stand_in, 1, stack.sub_blocks()[1].norm.weight), uses=None)
+    # The backward of an operation runs on the stream of its forward.
+    assert streams == [device.compute]

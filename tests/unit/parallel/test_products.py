@@ -1,6 +1,5 @@
-"""The sum of an input's gradient starts before the weight's gradient; partial gradients arrive complete."""
+"""The sum of an input's gradient starts before the weight's gradient; gradients of weights are added at once."""
 
-import functools
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,17 +10,14 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import StreamLayout, copy_to_tensor_parallel_region
 from megatron_ladder.engine import sharded
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
-from megatron_ladder.parallel.products import SUM, InputGradient, SharedRows, add_product, linear
+from megatron_ladder.parallel.products import SUM, InputGradient, add_product, linear
 from tests.helpers.recording import Calls
 from tests.helpers.sharded import small_model
-from tests.unit.comm import fake_cuda
 
 
 class DoublingGroup(CommGroup):
@@ -43,7 +39,7 @@ class DoublingGroup(CommGroup):
 def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     events, found = list[str](), list[Tensor]()
     group = DoublingGroup(events)
-    input_gradient = InputGradient(StreamLayout(group).start_write, PartialGradients(PartialSums(group)))
+    input_gradient = InputGradient(StreamLayout(group).start_write)
     x, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4)))
     if summed:
         setattr(weight, SUM, lambda a, b: found.append(a @ b))
@@ -57,7 +53,7 @@ def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     group = DoublingGroup([])
     launch = StreamLayout(group).start_write
-    input_gradient = InputGradient(launch, PartialGradients(PartialSums(group)), keeps_input=False)
+    input_gradient = InputGradient(launch, keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
     output = linear(x, weight, None, input_gradient)
     again = x.clone()
@@ -68,72 +64,11 @@ def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     torch.testing.assert_close(weight.grad, again.sum((0, 1)).expand(5, 4))
 
 
-def test_partial_gradients_of_several_passes_arrive_once_and_complete() -> None:
-    events: list[str] = []
-    sums = PartialSums(DoublingGroup(events))
-    scale, unused = (torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    for name, parameter in (("scale", scale), ("unused", unused)):
-        parameter.register_hook(lambda gradient, name=name: events.append(name))
-    sums.expect(3)
-    for part in (256.0, 1.0, 1.0):
-        assert scale.grad is None and not events
-        partial_gradients = PartialGradients(sums)
-        (part * partial_gradients.defer(scale)).sum().backward()
-        partial_gradients.defer(unused)
-        partial_gradients.end_pass()
-    assert events[:2] == ["start", "wait"] and sorted(events[2:]) == ["scale", "unused"]
-    # In bf16, 256 + 1 is 256.
-    assert scale.grad is not None and scale.grad.tolist() == [516.0, 516.0]
-    assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
-
-
-def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-2 copies a gradient to a bucket where it arrives, and reduces the bucket where another one arrives."""
-    device = fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    streams, view_as = [], Tensor.view_as
-    monkeypatch.setattr(Tensor, "view_as", lambda *tensors: streams.append(device.current) or view_as(*tensors))
-    partial_gradients = PartialGradients(PartialSums(DoublingGroup([])))
-    chain = functools.partial(partial_gradients.defer, torch.ones(2, requires_grad=True))
-    CudaSideQueue(torch.device("cuda")).run(chain, uses=None)
-    # The backward of an operation runs on the stream of its forward.
-    assert streams == [device.compute]
-
-
 def test_sums_of_gradients_leave_the_incoming_gradient_unchanged() -> None:
     leaf, gradient = torch.zeros(4, 1, requires_grad=True), torch.ones(4, 1)
     copy_to_tensor_parallel_region(leaf, DoublingGroup([])).backward(gradient)
     assert leaf.grad is not None and leaf.grad.flatten().tolist() == [2, 2, 2, 2]
     assert gradient.flatten().tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
-def test_gradients_of_rows_that_several_ranks_hold_are_summed(frozen: str) -> None:
-    events: list[str] = []
-    shared_rows = SharedRows([(1, 2), (3, 4)], DoublingGroup(events))
-    parameters = {"weight": torch.zeros(4, 1, requires_grad=True), "bias": torch.zeros(4, requires_grad=True)}
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(name != frozen)
-    linear(torch.ones(3, 1), *parameters.values(), shared_rows=shared_rows).sum().backward()
-    for name, parameter in parameters.items():
-        assert name == frozen or (parameter.grad is not None and parameter.grad.flatten().tolist() == [3, 6, 3, 6])
-    assert events.count("start") == (2 if frozen else 4)
-
-
-def test_a_new_step_forgets_the_parts_of_a_pass_that_failed() -> None:
-    weight, sums = torch.nn.Parameter(torch.ones(3)), PartialSums(DoublingGroup([]))
-    for gradient in (torch.full((3,), 5.0), torch.ones(3)):
-        sums.expect(1)
-        ended = PartialGradients(sums)
-        stand_in = ended.defer(weight)
-        stand_in.grad = gradient
-        if gradient[0] == 5:
-            # Fails after the parts were added.
-            ended.collect(weight)
-            with pytest.raises(RuntimeError):
-                ended.end_pass()
-    ended.end_pass()
-    assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def numbers(*shape: int) -> Tensor:

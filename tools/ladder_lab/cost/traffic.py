@@ -2,8 +2,9 @@
 
     tensor     each micro-batch: an all-reduce of the stream for each output in forward and each input in backward, one
                for the embedding, and one for the head. With sequence parallelism, each is a reduce-scatter and an
-               all-gather, and backward gathers the inputs again. The gradients of the matrices that make latents, and
-               of key and value heads that several ranks hold, are all-reduced over these ranks
+               all-gather, and backward gathers the inputs again. Once a step: the gradients of the matrices that make
+               latents, and of key and value heads that several ranks hold, are all-reduced over these ranks, 4, from
+               ZeRO 1 on by each data-parallel rank those of its part
     pipeline   each micro-batch and chunk, forward to the next stage and backward to the previous one: the stream, and
                the outputs that the first sub-block behind the cut misses, unreduced
     data       bytes per parameter of a GPU, w in its precision (bf16: 2):
@@ -107,16 +108,19 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     return 2 * (borders + outputs + inputs)
 
 
-def shared_gradient_bytes(model: ModelConfig, layout: Layout, layer: int, precision: Precision = "bf16") -> list[int]:
-    """Return the bytes of each gradient that `key_value_replicas` neighbouring ranks sum in a micro-batch."""
-    if key_value_replicas(model, layout.tensor) == 1:
-        return []
-    return [
-        NUMBER_BYTES[precision] * tensor.local_numel(layout.tensor)
-        for sub_block in layer_tensors(model)[layer]
+def partial_gradient_bytes(model: ModelConfig, layout: Layout, stage: int) -> float:
+    """Return the bytes of the gradients that `key_value_replicas` neighbouring ranks of a stage sum in a step.
+
+    Parts of data-parallel ranks may contain more or fewer of them; this is the mean.
+    """
+    numbers = sum(
+        tensor.local_numel(layout.tensor)
+        for layers in stage_chunks(model, layout, stage)
+        for sub_block in chain.from_iterable(layer_tensors(model)[layers.start : layers.stop])
         for tensor in sub_block.tensors
         if tensor.heads and tensor.replicas(layout.tensor) > 1
-    ]
+    )
+    return FP32_BYTES * numbers / (layout.data if layout.zero else 1)
 
 
 def rank_traffic(
@@ -135,17 +139,8 @@ def rank_traffic(
     of_tensor = micro_batches * stream * _tensor_gathers(model, layout, stage)
     replicas = key_value_replicas(model, layout.tensor)
     sharing = range(rank - rank % replicas, rank - rank % replicas + replicas)
-    of_sharing = (
-        2
-        * micro_batches
-        * sum(
-            sum(shared_gradient_bytes(model, layout, layer, precision))
-            for layers in stage_chunks(model, layout, stage)
-            for layer in layers
-        )
-    )
     whole = _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box)
-    shared = _sent(sharing, _share(sharing) * of_sharing, per_box)
+    shared = _sent(sharing, _share(sharing) * 2 * partial_gradient_bytes(model, layout, stage), per_box)
     gathered = gathered_bytes(layout, precision)
     per_parameter = gathered.gradients * (micro_batches if layout.zero >= 2 else 1)
     per_parameter += gathered.weights * (micro_batches if layout.zero == 3 else 1)

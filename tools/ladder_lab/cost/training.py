@@ -4,8 +4,8 @@ A sub-block computes its matrix products at the share of the peak that products 
 memory `STREAM_PASSES` times. Backward takes twice as long; with recomputation the forward pass is repeated. The layers
 follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before a late
 sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights (q, k,
-v; gate, up), which take as long as their products in forward. The reduces of embedding and head, and those of gradients
-of latents or key heads that several ranks hold, are exposed in every wiring.
+v; gate, up), which take as long as their products in forward. The reduces of embedding and head are exposed in every
+wiring, and so is that of the gradients of latents or key heads that several ranks hold, once per step.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
 chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often.
@@ -37,7 +37,7 @@ from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import (
     ends_bytes,
     gathered_bytes,
-    shared_gradient_bytes,
+    partial_gradient_bytes,
     state_bytes,
     stream_bytes,
 )
@@ -133,22 +133,6 @@ class LayerTime:
         return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
 
     @cached_property
-    def _shared_gradient_seconds(self) -> list[float]:
-        """Time of the sums of the gradients of each layer that several ranks hold."""
-        layout = self.layout
-        replicas = key_value_replicas(self.model, layout.tensor)
-        sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
-        spreads = placement(sharing, self.machine.per_box).tensor
-        return [
-            self.reduce_factor
-            * sum(
-                self.machine.all_reduce_seconds(num_bytes, spreads)
-                for num_bytes in shared_gradient_bytes(self.model, layout, layer)
-            )
-            for layer in range(self.model.num_layers)
-        ]
-
-    @cached_property
     def wire(self) -> WireModel:
         """A serial wire, like one NCCL communicator."""
         return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
@@ -163,8 +147,7 @@ class LayerTime:
         key = tuple(self.layers[layers.start : layers.stop])
         if key not in self._passes:
             self._passes[key] = self._simulate([*chain.from_iterable(key)])
-        compute, total = self._passes[key]
-        return compute, total + sum(self._shared_gradient_seconds[layers.start : layers.stop])
+        return self._passes[key]
 
     def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
@@ -193,10 +176,21 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
     return StepTime(
         compute=micro_batches * compute + update,
-        exposed_tensor=micro_batches * slowest - micro_batches * compute,
+        exposed_tensor=micro_batches * (slowest - compute) + _partial_gradients_seconds(times, layout),
         bubble=(sum(total for _, total in stages) + (missing - 1) * slowest) / layout.chunks + exchanging,
         exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
+
+
+def _partial_gradients_seconds(times: LayerTime, layout: Layout) -> float:
+    """Return the seconds of the sum of the gradients of which several tensor-parallel ranks have parts."""
+    num_bytes = max(partial_gradient_bytes(times.model, layout, stage) for stage in range(layout.pipeline))
+    if num_bytes == 0:
+        return 0.0
+    replicas = key_value_replicas(times.model, layout.tensor)
+    sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
+    spreads = placement(sharing, times.machine.per_box).tensor
+    return times.reduce_factor * times.machine.all_reduce_seconds(num_bytes, spreads)
 
 
 def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> float:

@@ -1,7 +1,9 @@
 """A dry run of a whole run: builds its distinct ranks one by one, replays all of them, and prints a report.
 
 Data-parallel ranks execute the same program in different groups, so one of them is built for each pipeline stage and
-tensor-parallel rank, and the last rank of the run to confirm that. The others follow by renumbering.
+tensor-parallel rank, and the last ranks of the run to confirm that. The others follow by renumbering. Only the sums of
+partial gradients differ in size, because tensor-parallel ranks sum what their data-parallel ranks own. So all ranks of
+the last tensor-parallel group are built.
 """
 
 import importlib
@@ -96,11 +98,11 @@ def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
 
 
 def _distinct_ranks(run: RunConfig) -> list[int]:
-    """Return the first data-parallel rank of each stage and tensor-parallel rank, and the last rank of the run."""
+    """Return the first data-parallel rank of each stage and tensor-parallel rank, and the run's last such ranks."""
     tensor = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
     firsts = (stage * run.data_parallel_size * tensor + rank for stage in range(stages) for rank in range(tensor))
-    return sorted({*firsts, run.world_size - 1})
+    return sorted({*firsts, *range(run.world_size - tensor, run.world_size)})
 
 
 def _all_programs(run: RunConfig, recorded: Mapping[int, RankProgram]) -> dict[int, RankProgram]:

@@ -130,12 +130,18 @@ def test_ranks_compute_whole_latents_and_sum_their_gradients() -> None:
     assert found == pytest.approx(compute)
     # In backward, a reduce runs under the gradient of its sub-block's column-parallel matrices.
     columns = [sum(whole)] * 4 + [2 * 18432 / 8] + [9 * 2 * 2048 / 8] * 3
-    reduce, sums = times.reduce_seconds, (PRESETS["nvlink"].seconds(2 * 7168 * rows, 8) for rows in whole)
+    reduce = times.reduce_seconds
     uncovered = (max(0.0, reduce - 2 * 4096 * 7168 * width / (0.58 * 989e12)) for width in columns)
-    assert total - found == pytest.approx(8 * reduce + sum(uncovered) + 4 * sum(sums))
+    assert total - found == pytest.approx(8 * reduce + sum(uncovered))
     assert ModelFlops(model, 4096).layers[0] == 2 * 4096 * (
         7168 * sum(whole) + 128 * (per_head + 4096 * (192 + 128)) + 3 * 7168 * 18432
     )
+    # Once per step, each of two data-parallel ranks sums one half of the gradients of all 61 layers, in fp32.
+    for zero, share in ((0, 1), (1, 2)):
+        layout = Layout(tensor=8, data=2, zero=zero)
+        one, three = (step_time(times, layout, 2 * micro_batches).exposed_tensor for micro_batches in (1, 3))
+        sums = PRESETS["nvlink"].seconds(61 * 4 * 7168 * sum(whole) / share, 8)
+        assert (3 * one - three) / 2 == pytest.approx(sums)
 
 
 def test_each_layer_counts_as_what_it_is() -> None:
