@@ -54,6 +54,10 @@ class DeploymentRules(VerifyAndUpdateConfig):
         compilation = vllm_config.compilation_config
         # If attention divided the graph, vLLM would fall back to piecewise graphs.
         compilation.splitting_ops = []
+        if current_platform.is_cpu():
+            # With torch 2.13 on CPUs, a fused reader may lose its dependency on the operation that writes its input
+            # (github.com/pytorch/pytorch/pull/185873); this pass would then choose experts before the router's product.
+            compilation.inductor_compile_config.setdefault("reorder_for_peak_memory", False)
         if compilation.cudagraph_mode is None and vllm_config.optimization_level != OptimizationLevel.O0:
             captures_prompts = _attends_with_flash_attention_3(vllm_config)
             compilation.cudagraph_mode = CUDAGraphMode.FULL if captures_prompts else CUDAGraphMode.FULL_DECODE_ONLY

@@ -69,6 +69,8 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
         mode, compilation.mode = compilation.mode, CompilationMode.NONE
         check(platform, vllm_config)
         compilation.mode = mode
+        # The plugin turns this pass off for CPUs only.
+        compilation.inductor_compile_config.pop("reorder_for_peak_memory", None)
         # vLLM fills it in with the sizes of CUDA graphs.
         compilation.compile_sizes = []
         compilation.splitting_ops = [] if whole else None

@@ -62,7 +62,7 @@ def test_tokens_equal_those_of_the_generator(
         assert cached == 64
 
 
-@pytest.mark.parametrize("mode", ["eager", *_ON_CUDA])
+@pytest.mark.parametrize("mode", [*_ON_CPU, *_ON_CUDA])
 def test_tokens_with_a_cache_of_latents(mode: str, models: Path, references: Any, ranks: Any) -> None:
     """As on GPUs. vLLM's kernel for CPUs computes neither chunks of prompts nor from a cache of prefixes."""
     from vllm_plugin.tests import engines
