@@ -65,7 +65,7 @@ def test_reading_what_is_undefined_changes_tokens(
 def test_a_compiler_that_may_reorder_does_so(models: Path, references: Any, ranks: Any, tmp_path: Path) -> None:
     from vllm_plugin.tests import engines
 
-    model, call = "experts-farskip", (engines.recorded_passes, models / "experts-farskip", {"mode": "whole"})
+    model, call = "staleness-2", (engines.recorded_passes, models / "staleness-2", {"mode": "whole"})
     for tokens, passes in ranks(engines.with_fault, "no hold", tmp_path, *call):
         assert tokens == references[model]
         assert expected_order(model) not in {by_interval(steps) for steps in passes}
