@@ -137,10 +137,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     if options.device == "cpu" and cores < options.tp and "RANK" not in os.environ:
         parser.error(f"--tp {options.tp}: found {cores} cores, expected one per rank")
-    needed = {"vllm": "vLLM 0.32", "megatron_ladder_vllm": "./vllm_plugin"}
-    for module, remedy in needed.items():
-        if importlib.util.find_spec(module) is None:
-            parser.error(f"{module} is not installed here: install {remedy}; see docs/serving_vllm.md")
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed here: run bash vllm_plugin/install.sh")
     return options
 
 

@@ -179,9 +179,7 @@ def leave_unreduced(linear: RowParallelLinear) -> None:
 
 def unreduced_mlp(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> LlamaMLP:
     """Return a SwiGLU MLP whose outputs are this rank's parts of sums."""
-    quant_config = vllm_config.quant_config
-    bias = config.mlp_bias
-    mlp = LlamaMLP(config.hidden_size, width, config.hidden_act, quant_config, bias, prefix)
+    mlp = LlamaMLP(config.hidden_size, width, config.hidden_act, vllm_config.quant_config, config.mlp_bias, prefix)
     leave_unreduced(mlp.down_proj)
     return mlp
 
