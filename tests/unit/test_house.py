@@ -60,7 +60,7 @@ HOMES = {
 }
 """The only places that import these libraries or check for them; nothing imports the experiments."""
 
-MOST_LINES_OF_THE_PACKAGE = 26_900
+MOST_LINES_OF_THE_PACKAGE = 26_750
 MOST_TEST_LINES_PER_PACKAGE_LINE = 1.2
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_WORDS = 27_000
