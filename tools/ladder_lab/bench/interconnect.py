@@ -48,13 +48,13 @@ class Interconnect:
         """
         if isinstance(self.wire, EmulatedLink):
             self.wire.set_wire(times(Message(0, self.wire.size)), 0.0)
-        for group in self.emulated:
-            group.set_wire(times)
+        if self.emulated:
+            self.emulated.set_wire(times)
 
     @property
-    def emulated(self) -> list[OccupiedGroup]:
-        """The groups of which this process plays rank 0."""
-        return [group for group in (self.mesh.tensor, self.mesh.kv_replica) if isinstance(group, OccupiedGroup)]
+    def emulated(self) -> OccupiedGroup | None:
+        """The tensor-parallel group, if this process plays its rank 0."""
+        return self.mesh.tensor if isinstance(self.mesh.tensor, OccupiedGroup) else None
 
     def close(self) -> None:
         """Release the emulated wire."""
@@ -116,14 +116,11 @@ def _emulate(options: BenchmarkOptions, replicas: int, device: torch.device, dty
         # torch for CUDA includes triton.
         from ladder_lab.link.occupying_kernel import occupy
     wire = OccupiedGroup(options.tp, device, options.comm_sms[0], occupy)
-    mesh = replace(ProcessMesh.single(), tensor=wire)
-    if replicas > 1:
-        mesh = replace(mesh, kv_replica=OccupiedGroup(replicas, device, options.comm_sms[0], occupy))
+    # Passes send nothing over the ranks that share key heads.
+    mesh = replace(ProcessMesh.single(), tensor=wire, kv_replica=CommGroup(range(replicas), 0, None))
     interconnect = Interconnect("emulated on one GPU", mesh, wire, NoCommGroup(wire), device, dtype)
     if device.type == "cuda":
-        launch_seconds = measure_launch(wire, DeviceClock(device), torch.zeros(4096, dtype=dtype, device=device))
-        for group in interconnect.emulated:
-            group.launch_seconds = launch_seconds
+        wire.launch_seconds = measure_launch(wire, DeviceClock(device), torch.zeros(4096, dtype=dtype, device=device))
     return interconnect
 
 

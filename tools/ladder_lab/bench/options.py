@@ -9,7 +9,7 @@ from typing import Literal, cast
 from ladder_lab.bench.sizes import POSITIONS, SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
-from megatron_ladder.blueprint.model import key_value_replicas, model_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import raise_user_errors
@@ -113,14 +113,11 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
     most = (POSITIONS - options.sequence - 1) // (timings * (options.rounds + 1))
     if case == "decode" and options.tokens > most:
         yield f"--tokens {options.tokens}: a conversation has {POSITIONS} positions, enough for {most} in each timing"
-    ranks = {options.tp}
     for size in options.sizes:
         try:
             shape = find_size(size)
             errors = tensor_parallel_errors(shape, options.tp)
             yield from (f"--tp {options.tp} does not divide --sizes {size}: {error}" for error in errors)
-            if options.emulate and key_value_replicas(shape, options.tp) > 1:
-                ranks.add(key_value_replicas(shape, options.tp))
             for wiring in [VARIANTS[name].wiring for name in options.wirings]:
                 if wiring.mode in EXPERT_MODES:
                     yield from (f"--sizes {size}: {error}" for error in model_errors(wiring.of(shape, options.tp)))
@@ -129,8 +126,7 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
     for text in options.alpha:
         try:
             if text in PRESETS:
-                for count in sorted(ranks):
-                    PRESETS[text].seconds(1, count)
+                PRESETS[text].seconds(1, options.tp)
             elif parse_alpha(text) is None:
                 yield f"--alpha {text}: expected 500us, 2ms, 1c, 0.5a, or one of {', '.join(PRESETS)}"
         except ValueError as error:

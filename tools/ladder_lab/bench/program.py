@@ -58,8 +58,8 @@ def _measure(case: Case, options: BenchmarkOptions, rank_info: RankInfo) -> list
         if rank_info.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)
         for wires in _wires(options):
-            for group in comparison.interconnect.emulated:
-                group.set_blocks(wires[0].multiprocessors or 1)
+            if comparison.interconnect.emulated:
+                comparison.interconnect.emulated.set_blocks(wires[0].multiprocessors or 1)
             with comparison.prepare(workload, comparison.compared, len(wires)) as passes:
                 for wire in wires:
                     new = _rows(comparison, passes, workload, size, prediction, wire)

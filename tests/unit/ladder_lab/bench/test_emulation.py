@@ -100,7 +100,8 @@ def expected_messages(case: Case, wiring: str) -> dict[Message, int]:
 @pytest.mark.parametrize("case", ["decode", "prefill", "train"])
 def test_a_rank_starts_the_collectives_of_its_wiring(case: Case) -> None:
     comparison = comparison_of(tuple(SUMS))
-    (group,) = comparison.interconnect.emulated
+    group = comparison.interconnect.emulated
+    assert group is not None
     found = {}
     with comparison.prepare(Workload(case, BATCH, SEQUENCE, TOKENS), comparison.compared, 1) as passes:
         for name in SUMS:
@@ -121,7 +122,8 @@ def test_no_wiring_hides_the_collectives_of_embedding_and_head(case: Case) -> No
 def test_each_message_takes_the_time_of_its_size() -> None:
     comparison = comparison_of(("standard",))
     prediction = replace(comparison.calibrate(Workload("decode", BATCH, SEQUENCE, TOKENS)), wire=WireModel())
-    (group,) = comparison.interconnect.emulated
+    group = comparison.interconnect.emulated
+    assert group is not None
     stream, gather = 4 * BATCH * HIDDEN, 8 * 2 * BATCH * RANKS
     times_of = PRESETS["nvlink"].seconds
     for text, skew, sum_seconds, gather_seconds in (
@@ -434,15 +436,15 @@ def test_one_process_and_for_cuda_a_gpu_are_needed(monkeypatch: pytest.MonkeyPat
         benchmark.main([*words, "cpu"])
 
 
-def test_ranks_that_share_key_value_heads_are_played_too() -> None:
-    comparison = comparison_of(("ladder",), "2x64x128x8x4x1024")
-    tensor, replicas = comparison.interconnect.emulated
-    assert (tensor.ranks, replicas.ranks) == (tuple(range(8)), (0, 1))
-    comparison.interconnect.set_wire(lambda message: 1e-6 * message.ranks)
-    with comparison.prepare(Workload("train", BATCH, SEQUENCE), comparison.compared, 1) as passes:
-        # The rows of keys and those of values [8, 64] in the gradient of each layer's weight.
-        assert new_launches(replicas, passes["ladder"]) == {Message(4 * 8 * HIDDEN, 2): 2 * 2}
-    assert replicas._durations[0] == 2000
+def test_ranks_that_share_key_value_heads_send_no_more_in_a_pass() -> None:
+    found = []
+    for size in ("2x64x128x8x8x1024", "2x64x128x8x4x1024"):
+        comparison = comparison_of(("ladder",), size)
+        group = comparison.interconnect.emulated
+        assert group is not None
+        with comparison.prepare(Workload("train", BATCH, SEQUENCE), comparison.compared, 1) as passes:
+            found.append(new_launches(group, passes["ladder"]))
+    assert found[0] == found[1] and sum(found[0].values()) > 8
 
 
 def loops_of(ptx: str) -> list[str]:
