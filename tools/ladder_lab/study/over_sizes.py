@@ -10,7 +10,6 @@ import pandas as pd
 
 from ladder_lab.output import markdown_table
 from ladder_lab.study.figures import (
-    NOTHING,
     at_chosen_rates,
     holm,
     losses_by_seed,
@@ -97,15 +96,15 @@ def _gaps(losses: Losses, standard: Losses) -> list[tuple[float, float]]:
 def _fits(losses: Mapping[str, Losses]) -> str:
     rows = []
     for wiring, of_wiring in losses.items():
-        points = [(size, loss) for size, by_seed in of_wiring.items() for loss in by_seed.values()]
-        fit = power_law(points)
-        cells = dict.fromkeys(("E", "A", "alpha"), NOTHING)
+        fit = power_law([(size, loss) for size, by_seed in of_wiring.items() for loss in by_seed.values()])
         if fit is not None:
             cells = {name: f"{number(value, '.3f')} ± {number(half, '.3f')}" for name, (value, half) in fit.items()}
-        rows.append({"wiring": wiring} | cells)
+            rows.append({"wiring": wiring} | cells)
     smallest = min(next(iter(losses.values())))
-    intro = f"loss = E + A (N / {smallest:,})^-alpha, with 95 % intervals; {NOTHING}: the runs do not determine it."
-    return f"{intro}\n\n{markdown_table(rows)}"
+    law = f"loss = E + A (N / {smallest:,})^-alpha"
+    if not rows:
+        return f"The runs do not determine {law}."
+    return f"Where the runs determine {law}, with 95 % intervals:\n\n{markdown_table(rows)}"
 
 
 def _draw(
