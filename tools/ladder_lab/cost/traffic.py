@@ -2,9 +2,9 @@
 
     tensor     each micro-batch: an all-reduce of the stream for each output in forward and each input in backward, one
                for the embedding, and one for the head. With sequence parallelism, each is a reduce-scatter and an
-               all-gather, and backward gathers the inputs again. Once a step: the gradients of the matrices that make
-               latents, and of key and value heads that several ranks hold, are all-reduced over these ranks, 4, from
-               ZeRO 1 on by each data-parallel rank those of its part
+               all-gather, and backward gathers the inputs again. Once per step, ranks that hold the same matrices of
+               latents or key and value heads all-reduce their gradients, 4 bytes per number; from ZeRO 1 on, each
+               data-parallel rank only those of its part
     pipeline   each micro-batch and chunk, forward to the next stage and backward to the previous one: the stream, and
                the outputs that the first sub-block behind the cut misses, unreduced
     data       bytes per parameter of a GPU, w in its precision (bf16: 2):

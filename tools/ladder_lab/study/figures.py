@@ -24,6 +24,12 @@ def at_chosen_rates(study: Mapping[str, Any], runs: pd.DataFrame, size: str) -> 
     return of_size[of_size.learning_rate == of_size.wiring.map(lambda wiring: study["chosen"].get(f"{size}/{wiring}"))]
 
 
+def at_equal_tokens(study: Mapping[str, Any], runs: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Return the runs of a size that are compared at equal tokens."""
+    chosen = at_chosen_rates(study, runs, size)
+    return chosen[(chosen.kind == "tokens") & (chosen.iterations == study["sizes"][size]["iterations"])]
+
+
 def losses_by_seed(runs: pd.DataFrame) -> dict[int, float]:
     """Map seeds to final losses."""
     return dict(zip(runs.seed, runs.loss, strict=True))

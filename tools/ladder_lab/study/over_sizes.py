@@ -10,7 +10,7 @@ import pandas as pd
 
 from ladder_lab.output import markdown_table
 from ladder_lab.study.figures import (
-    at_chosen_rates,
+    at_equal_tokens,
     holm,
     losses_by_seed,
     number,
@@ -77,9 +77,7 @@ def _losses(study: Mapping[str, Any], runs: pd.DataFrame) -> dict[str, dict[int,
     """Return the losses at equal tokens of each wiring."""
     losses: dict[str, dict[int, dict[int, float]]] = {}
     for size, facts in sorted(study["sizes"].items(), key=lambda item: item[1]["parameters"]):
-        chosen = at_chosen_rates(study, runs, size)
-        tokens = chosen[(chosen.kind == "tokens") & (chosen.iterations == facts["iterations"])]
-        for wiring, wiring_runs in tokens.groupby("wiring", sort=False):
+        for wiring, wiring_runs in at_equal_tokens(study, runs, size).groupby("wiring", sort=False):
             losses.setdefault(wiring, {})[facts["parameters"]] = losses_by_seed(wiring_runs)
     return losses
 

@@ -19,6 +19,7 @@ from ladder_lab.study.figures import (
     NOTHING,
     Curve,
     at_chosen_rates,
+    at_equal_tokens,
     first_reaching,
     holm,
     losses_by_seed,
@@ -84,10 +85,10 @@ def _losses_of_rates(runs: pd.DataFrame) -> str:
 def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder: Path) -> list[str]:
     """Return the tables of one size at equal tokens and, if it is timed, at equal time."""
     times = study["step_times"].get(size, {})
-    chosen = at_chosen_rates(study, runs, size)
     iterations = study["sizes"][size]["iterations"]
-    tokens = chosen[(chosen.kind == "tokens") & (chosen.iterations == iterations)]
+    tokens = at_equal_tokens(study, runs, size)
     steps = {wiring: max(1, round(iterations * row["speedup"])) for wiring, row in times.items()}
+    chosen = at_chosen_rates(study, runs, size)
     # A wiring with as many steps at equal time as at equal tokens, like standard, is trained once.
     timed = chosen[chosen.kind.isin(["tokens", "time"]) & (chosen.iterations == chosen.wiring.map(steps))]
     per_step = {"tokens": lambda wiring: study["tokens_per_step"] / 1e6, "time": lambda w: 1 / times[w]["speedup"]}
