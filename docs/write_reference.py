@@ -11,31 +11,17 @@ from pathlib import Path
 import pdoc.doc
 import pdoc.render
 
-from megatron_ladder.config.run import SECTIONS
-from megatron_ladder.convert.options import (
-    ArrangeOptions,
-    ExportOptions,
-    ImportOptions,
-    MergeOptions,
-    ReshapeOptions,
-    SensitivityOptions,
-)
+from megatron_ladder.config.run import SECTIONS as TRAINING_SECTIONS
+from megatron_ladder.convert.options import VERBS
 from megatron_ladder.flags import Flag, section_flags
-from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
+from megatron_ladder.generate.options import SECTIONS as GENERATION_SECTIONS
 
 PROGRAMS: dict[str, Sequence[type]] = {
-    "pretrain_ladder": SECTIONS,
-    "generate": (ModelOptions, PromptOptions, SamplingOptions, OutputOptions),
-    "convert_checkpoint": (
-        ImportOptions,
-        ExportOptions,
-        ReshapeOptions,
-        MergeOptions,
-        SensitivityOptions,
-        ArrangeOptions,
-    ),
+    "pretrain_ladder": TRAINING_SECTIONS,
+    "generate": GENERATION_SECTIONS,
+    "convert_checkpoint": [section for section, _ in VERBS.values()],
 }
-"""The sections of the programs whose flags are keyword arguments of the Python interface, by name."""
+"""The sections of the flags of each program."""
 
 
 def table_row(declared: Flag) -> str:

@@ -2,7 +2,7 @@
 # Tests the plugin on CPUs, in an environment with vLLM that it creates first:
 #
 #     bash vllm_plugin/test.sh                all tests but the slow ones
-#     bash vllm_plugin/test.sh --quick        in five minutes: tokens and order of every wiring, as on GPUs
+#     bash vllm_plugin/test.sh --quick        in four minutes: tokens and order of every wiring, as on GPUs
 #     bash vllm_plugin/test.sh --slow         all tests
 #     bash vllm_plugin/test.sh -k ladder      any arguments of pytest
 #

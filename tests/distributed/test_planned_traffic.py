@@ -37,6 +37,9 @@ class Cluster(NamedTuple):
     ranks: int
     per_box: int
     flags: str
+    is_slow: bool = False
+    is_uneven: bool = False
+    """Data-parallel ranks own unequal numbers of partial gradients, of which the planner has the mean."""
 
 
 CLUSTERS = {
@@ -46,12 +49,16 @@ CLUSTERS = {
         "--bf16 --residual-mode ladder --num-layers 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
     ),
     "TP x DP is a box": Cluster(
-        16, 4, "--bf16 --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+        16,
+        4,
+        "--bf16 --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+        is_slow=True,
     ),
     "TP larger than a box": Cluster(
         16,
         2,
         "--bf16 --num-layers 3 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --sequence-parallel",
+        is_slow=True,
     ),
     "boxes that TP straddles": Cluster(
         12,
@@ -88,6 +95,7 @@ CLUSTERS = {
         3,
         f"--bf16 --residual-mode shortcut --num-layers 3 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
         "--moe-layers 0-2 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        is_slow=True,
     ),
     "latents, gates and experts": Cluster(
         8,
@@ -101,6 +109,7 @@ CLUSTERS = {
         4,
         f"--residual-mode ladder-parallel --num-layers 2 {LATENTS} --tensor-model-parallel-size 2 --zero-stage 2 "
         "--recompute-granularity full --global-batch-size 8",
+        is_uneven=True,
     ),
     "key heads on several ranks, boxes of five": Cluster(
         8,
@@ -154,16 +163,16 @@ def recorded_traffic(program: RankProgram, per_box: int) -> dict[str, Sent]:
     return {kind: Sent(inside[kind], across[kind]) for kind in (*KINDS.values(), "others")}
 
 
-UNEVEN = "latents, recomputed, ZeRO 2"
-"""Data-parallel ranks own more or fewer partial gradients; the planner has their mean."""
-SLOW = ("TP x DP is a box", "TP larger than a box", "experts, boxes of three")
-"""Other clusters have such boxes and experts, apart from each other."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CLUSTERS])
-def test_planned_bytes_are_those_of_a_dry_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    ranks, per_box, flags = CLUSTERS[name]
-    if name == UNEVEN:
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(cluster, id=name, marks=pytest.mark.slow if cluster.is_slow else ())
+        for name, cluster in CLUSTERS.items()
+    ],
+)
+def test_planned_bytes_are_those_of_a_dry_run(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    ranks, per_box, flags, *_ = cluster
+    if cluster.is_uneven:
         monkeypatch.setattr(dry_run, "_distinct_ranks", lambda run: range(run.world_size))
     run = _shortened(read_dry_run(parse_run([*SIZES, *flags.split()]), ranks))
     steps = {
@@ -179,8 +188,9 @@ def test_planned_bytes_are_those_of_a_dry_run(monkeypatch: pytest.MonkeyPatch, n
         others = recorded.pop("others")
         assert sum(others) < TOLERANCE * sum(map(sum, recorded.values()))
         assert planned.keys() == recorded.keys()
-        if name == UNEVEN:
-            totals[rank % 2].append((planned.pop("tensor").inside, recorded["tensor"].inside))
+        if cluster.is_uneven:
+            tensor_rank = rank % run.parallel.tensor_model_parallel_size
+            totals[tensor_rank].append((planned.pop("tensor").inside, recorded["tensor"].inside))
         for kind, sent in planned.items():
             assert sent == pytest.approx(recorded[kind], rel=TOLERANCE), (rank, kind)
     for of_replicas in totals.values():

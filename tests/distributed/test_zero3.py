@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.engine.build import build_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
-from tests.helpers.patience import patient
+from tests.helpers.patience import wait_until
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, mesh_of
 from tests.helpers.steps import LATENT, RECIPE, steps_of_batches
@@ -79,9 +78,7 @@ class Uses(TorchDispatchMode):
         After a wait for a collective, gloo's thread still holds its tensors until it is scheduled again.
         """
         storages = [(name, storage) for name, storage in self._storages if "norm" not in name]
-        deadline = time.monotonic() + patient(1.0)
-        while not all(storage.expired() for _, storage in storages) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: all(storage.expired() for _, storage in storages), 1.0)
         return {name for name, storage in storages if not storage.expired()}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+Row = list[str]
 
 FENCE = re.compile(
     r"(?:^ *<!-- (?P<mark>not run|run|prints)(?:: (?P<about>[^\n]+?))? -->\n(?: *\n)*)?"
@@ -92,3 +93,16 @@ def code_spans(text: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n", prose(text)):
         for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph):
             yield " ".join(span.split())
+
+
+def table(page: str, heading: str) -> list[Row]:
+    """Return the cells of the first table below a text, without its header."""
+    text = read_page(page)
+    lines = text[text.index(heading) :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")])
+    return rows

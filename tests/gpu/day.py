@@ -131,7 +131,7 @@ SETTINGS: dict[Device, dict[str, str]] = {
         "decode": f"{EMULATED.format('decode', 'cuda')} --sizes llama-8b --sequence 1280 --alpha nvlink-one-shot",
         "compiled": "--compile-sub-blocks true",
         "workers": "12",
-        # From the largest size of the study on CPUs to 14 times as many parameters.
+        # From 1.8 to 26 times as many parameters as the largest size of the study on CPUs.
         "study": "--wirings standard parallel ladder ladder-parallel --seq-length 256 --micro-batch-size 128 "
         "--global-batch-size 128 --tokens-per-parameter 20 --learning-rates 0.004 0.008 0.016 --transfer-rates "
         "--sizes 12x64x192x2x2x512 12x128x352x4x4x512 12x192x512x4x4x512 12x256x704x4x4x512 --jobs 4 "

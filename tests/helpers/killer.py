@@ -79,7 +79,7 @@ class Killer:
 
 
 class Killed(NamedTuple):
-    """A directory in which a child was killed: before the n-th call of this name, or in its middle."""
+    """A directory in which a child was killed before its `point`-th recorded call, or in the middle of that write."""
 
     directory: Path
     point: int
@@ -88,7 +88,7 @@ class Killed(NamedTuple):
 
 
 def killed_everywhere(before: Path, work: Callable[[Path], None], scratch: Path) -> Iterator[Killed]:
-    """Let children do `work` in copies of a directory, each killed at another point, and yield what is left."""
+    """Do `work` in forked children, each killed at another point in a copy of a directory; yield what each leaves."""
     names = scratch / "names"
     output = scratch / "output"
 

@@ -139,15 +139,15 @@ def run_chain(
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:
-    """Return every gradient that this rank holds, including replicated ones, with partial ones summed in place."""
+    """Return every gradient that this rank holds, including replicated ones, with parts summed over the ranks."""
     gradients: list[tuple[Span, Tensor]] = []
     for parameter, sections in parameter_sections(model):
         assert parameter.grad is not None
         span = Span(sections, parameter.shape, 0, parameter.detach().flatten(), parameter, 0, owned=True)
-        gradients.append((span, parameter.grad.contiguous()))
+        gradients.append((span, parameter.grad.clone(memory_format=torch.contiguous_format)))
     sum_partial_gradients(gradients, model.stack.mesh, torch.device("cpu"))
     return [
-        (section.name, section.box.offset, section.view(gradient).clone())
+        (section.name, section.box.offset, section.view(gradient))
         for span, gradient in gradients
         for section in span.sections
     ]

@@ -1,4 +1,3 @@
-import time
 from unittest import mock
 
 import numpy as np
@@ -8,7 +7,7 @@ import torch
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, make_micro_batches
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
-from tests.helpers.patience import patient
+from tests.helpers.patience import wait_until
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
 
 EOD = 7
@@ -76,9 +75,7 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
     assert loader.reader_state == {"steps": 0}
     first = next(loader)
     assert [batch.tokens.unique().tolist() for batch in first] == [[1], [1]]
-    deadline = time.monotonic() + patient(10)
-    while reader.read.call_count < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: reader.read.call_count >= 2, 10)
     assert (reader.read.call_count, loader.reader_state, loader.consumed_samples) == (2, {"steps": 1}, 12)
     next(loader)
     with pytest.raises(UserError, match="the data ends here"):

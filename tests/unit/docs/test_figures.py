@@ -14,30 +14,17 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, predict_inference
 from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import MachineOptions
+from ladder_lab.study.figures import paired, with_interval
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 from megatron_ladder.generate.slots import _StaticCache
-from tests.docs.pages import ROOT, page_paths, read_page
+from tests.docs.pages import ROOT, Row, page_paths, read_page, table
 from tools.plan import main as plan
 
 PICTURES = ROOT / "docs" / "pictures"
 LETTERS = {"attention": "A", "attention_2": "A", "mlp": "M", "mlp_2": "M", "shared_expert": "S", "routed_experts": "R"}
-Row = list[str]
-
-
-def table(page: str, heading: str) -> list[Row]:
-    """Return the cells of the first table below a text, without its header."""
-    text = read_page(page)
-    lines = text[text.index(heading) :].splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
-    rows = []
-    for line in lines[start + 1 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")])
-    return rows
 
 
 def pictures() -> Iterator[tuple[str, str]]:
@@ -202,3 +189,17 @@ def test_pages_state_what_a_ladder_gains_on_the_kernels_of_today(tmp_path: Path)
     )
     assert f"ladder gains {ladder[0]} % at 70B and batch 4" in pages["docs/paper.md"]
     assert 3.5 < of_nccl / of_one_shot < 4.5 and "64 KB in a quarter of NCCL's time" in read_page("docs/benchmark.md")
+
+
+def test_differences_over_sizes_are_those_of_the_runs() -> None:
+    runs = json.loads((ROOT / "docs" / "study" / "sizes.json").read_text(encoding="utf-8"))
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for run in runs:
+        if run["kind"] == "tokens":
+            losses.setdefault((run["size"], run["wiring"]), {})[run["seed"]] = run["loss"]
+    sizes = dict.fromkeys(size for size, _ in losses)
+    rows = table("docs/studies.md", "## Over sizes")
+    assert len(rows) == 3 and len(sizes) == 4
+    for wiring, *cells, _ in rows:
+        gaps = [paired(losses[size, wiring], losses[size, "standard"]) for size in sizes]
+        assert cells == [with_interval(gap["mean"], gap) for gap in gaps]

@@ -1,4 +1,4 @@
-"""What pages, scripts and messages state about versions, extras and the release is in the metadata of the packages."""
+"""Versions, extras and the release in pages, scripts and messages agree with the metadata of the packages."""
 
 import re
 import subprocess
@@ -7,6 +7,7 @@ import tomllib
 import yaml
 
 import megatron_ladder
+from tests.docs.pages import table
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.commands import package_metadata, tracked_files
 from vllm_plugin.megatron_ladder_vllm import SUPPORTED_VLLM
@@ -14,11 +15,9 @@ from vllm_plugin.megatron_ladder_vllm import SUPPORTED_VLLM
 PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
-def table(heading: str) -> dict[str, list[str]]:
-    """Return the cells of each row of the table below a heading, by the first of them."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
-    return {first: others for first, *others in rows[2:]}
+def table_by_first_cell(heading: str) -> dict[str, list[str]]:
+    """Return the other cells of each row of a table of the page, by the first one."""
+    return {first: others for first, *others in table("docs/install.md", f"## {heading}\n")}
 
 
 def pins(path: str) -> dict[str, str]:
@@ -43,7 +42,7 @@ def test_the_table_of_versions_is_that_of_the_metadata() -> None:
     checked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["python_version"]
     supported_pythons = f"3.{minors[0]} to 3.{minors[-1]}"
     assert f"Python {supported_pythons};" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert table("Versions") == {
+    assert table_by_first_cell("Versions") == {
         "Python": [supported_pythons, checked, ""],
         "torch": [supported["torch"], tested["torch"], f"{oldest.stdout.strip()} (`bash tests/oldest.sh`)"],
         "DeepSpeed": [supported["deepspeed"], tested["deepspeed"], ""],
@@ -57,7 +56,7 @@ def test_the_table_of_versions_is_that_of_the_metadata() -> None:
 
 def test_the_table_of_extras_is_that_of_the_metadata() -> None:
     extras = package_metadata()["extras_require"]
-    rows = table("Extras")
+    rows = table_by_first_cell("Extras")
     assert {f"`{extra}`" for extra in extras} == {*rows}
     for extra, requirements in extras.items():
         packages, _ = rows[f"`{extra}`"]

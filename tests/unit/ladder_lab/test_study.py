@@ -112,7 +112,7 @@ class Stand:
     started: Sequence[str] = ()
     code: Callable[[str], int] = lambda name: 0
     gap: Callable[[int], float] = lambda hidden_size: 0.1
-    """Loss of ladder less standard's."""
+    """Loss of ladder minus standard's."""
 
     def run(self, more: str = f"--sizes {SIZE} --iterations 10") -> dict[str, Any]:
         """Run a study, and return its `study.json`."""
@@ -252,13 +252,13 @@ def test_a_trend_is_that_of_least_squares() -> None:
 
 def test_a_power_law_is_fitted_where_the_runs_determine_it() -> None:
     points = [(size, 1.5 + 2.0 * (size / 1e5) ** -0.4) for size in (1e5, 2e5, 4e5, 8e5)]
-    noise = [1e-4, -1e-4, -2e-4, 2e-4]
-    found = power_law([(size, loss + apart) for (size, loss), apart in zip(points, noise, strict=True)])
+    errors = [1e-4, -1e-4, -2e-4, 2e-4]
+    found = power_law([(size, loss + error) for (size, loss), error in zip(points, errors, strict=True)])
     assert found is not None
     for name, value in {"E": 1.5, "A": 2.0, "alpha": 0.4}.items():
         assert abs(found[name][0] - value) < found[name][1] < 0.1
     assert power_law(points[:3]) is None
-    assert power_law([(size, loss + 1e3 * apart) for (size, loss), apart in zip(points, noise, strict=True)]) is None
+    assert power_law([(size, loss + 1e3 * error) for (size, loss), error in zip(points, errors, strict=True)]) is None
     assert power_law([(size, 3.0 - 1e-6 * size) for size, _ in points]) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.train.stop import Stopper, stop_signals
 from tests.helpers.commands import Command, running
-from tests.helpers.patience import patient
+from tests.helpers.patience import patient, wait_until
 
 # Blocks in C without returning to the interpreter, like a rank that waits in a collective.
 PROGRAM = """
@@ -47,9 +47,7 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
         with stop_signals() as received:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + patient(5)
-            while not received and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: bool(received), 5)
         assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is before
     finally:

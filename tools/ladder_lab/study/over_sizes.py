@@ -66,10 +66,10 @@ def over_sizes(study: Mapping[str, Any], runs: pd.DataFrame, folder: Path) -> li
     _draw(gaps, trends, folder / PICTURE_NAME)
     return [
         "## Over sizes",
-        f"Loss less {STANDARD}'s by parameters that a token uses, and the slope of a line through the pairs of runs:",
+        f"Loss minus {STANDARD}'s by parameters that a token uses, and the slope of a line through the pairs of runs:",
         markdown_table(rows),
         _fits({STANDARD: standard, **losses}),
-        f"![Loss less {STANDARD}'s over parameters]({PICTURE_NAME})",
+        f"![Loss minus {STANDARD}'s over parameters]({PICTURE_NAME})",
     ]
 
 
@@ -128,7 +128,7 @@ def _draw(
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("parameters")
-    axes.set_ylabel(f"validation loss less {STANDARD}'s (nats per token)")
+    axes.set_ylabel(f"validation loss minus {STANDARD}'s (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=130)

@@ -147,7 +147,7 @@ def _outcomes(runs: pd.DataFrame, unit: str) -> str:
                 "iterations": f"{wiring_runs.iterations.iloc[0]:,}",
                 "runs": str(len(wiring_runs)),
                 "final validation loss": mean_and_deviation(wiring_runs.loss),
-                f"less {STANDARD}'s": NOTHING if difference is None else number(difference["mean"], "+.4f"),
+                f"minus {STANDARD}'s": NOTHING if difference is None else number(difference["mean"], "+.4f"),
                 "95 % interval": interval,
                 "verdict": judgement,
                 "p (Holm)": p,
