@@ -180,7 +180,7 @@ def test_pages_state_what_a_ladder_gains_on_the_kernels_of_today(tmp_path: Path)
     assert (
         f"Llama 70B gains {ladder[0]} % with ladder and at most {bound[0]} % with any wiring, instead of {ladder[1]} "
         f"and {bound[1]} % with NCCL (predicted: `python tools/plan.py inference --model 70b`). Late reads pay over "
-        f"PCIe ({pcie} %: `{words[0]}`), between boxes ({boxes} %: `{words[1]}`)" in pages["README.md"]
+        f"PCIe ({pcie} %: `{words[0]}`) and between boxes ({boxes} %: `{words[1]}`)" in pages["README.md"]
     )
     of_one_shot, of_nccl = (1e6 * PRESETS[name].seconds(64 * 2**10, 8) for name in ("nvlink-one-shot", "nvlink"))
     assert (
