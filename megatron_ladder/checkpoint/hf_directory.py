@@ -21,7 +21,7 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
-from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
+from megatron_ladder.checkpoint.tensor_file import element_name, equal_bits, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
 
@@ -96,16 +96,16 @@ class HFWeight:
 class HFDirectory:
     """A directory whose files agree with its config.json.
 
-    `tensors` has the weights by canonical name, in the model's order. `tied_head` is the stored head of a model with
-    tied embeddings; it must equal the embedding. `stored` is the number of tensors in the files, of which those of
-    layers beyond the last one, which predict further tokens (`num_nextn_predict_layers`), are `dropped`.
+    `tensors` has the weights by canonical name, in the model's order. `token_ids` are the ids of special tokens.
+    `stored` is the number of tensors in the files, of which those of layers beyond the last one, which predict further
+    tokens (`num_nextn_predict_layers`), are `dropped`.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: ModelConfig
     tensors: dict[str, HFWeight]
-    tied_head: Tensor | None
+    token_ids: Mapping[str, Any]
     stored: int
     dropped: int
 
@@ -131,23 +131,6 @@ class HFDirectory:
     def dtype(self) -> str:
         """Return the element type of the embedding."""
         return self.tensors["embedding.weight"].dtype
-
-    def token_ids(self) -> dict[str, Any]:
-        """Return the ids of special tokens; generation_config.json takes precedence."""
-        ids = token_ids(self.config, self.path / HF_CONFIG, self.model.vocab_size)
-        if (self.path / GENERATION_CONFIG).exists():
-            values = _read_json_file(self.path, GENERATION_CONFIG)
-            ids |= token_ids(values, self.path / GENERATION_CONFIG, self.model.vocab_size)
-        return ids
-
-    def check_tied_head(self) -> None:
-        """Raise UserError if the stored head of a model with tied embeddings differs from the embedding."""
-        head, embedding = self.tied_head, self.tensors["embedding.weight"].whole()
-        if head is not None and not torch.equal(*(one.contiguous().view(torch.uint8) for one in (head, embedding))):
-            raise UserError(
-                f"{self.path}: {_HEAD} differs from {_EMBEDDING} although tie_word_embeddings is true: it is unknown "
-                "which of them is the head"
-            )
 
     def read_weight(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out` [*box.extent], of any dtype and on any device, with a box of a weight."""
@@ -181,7 +164,10 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
 
 
 def open_hf_directory(path: Path) -> HFDirectory:
-    """Read config.json, the index and the headers of the files; raise UserError if they do not agree."""
+    """Read config.json, the index and the headers of the files; raise UserError if they do not agree.
+
+    Of the weights, only a stored head of a model with tied embeddings is read, which must equal the embedding.
+    """
     if not path.is_dir():
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
     if not is_hf_directory(path) and find_checkpoint(path) is not None:
@@ -210,7 +196,26 @@ def open_hf_directory(path: Path) -> HFDirectory:
         if not name.endswith(_DERIVED_SUFFIX)
     ]
     raise_user_errors(limited(errors))
-    return HFDirectory(path, config, model, tensors, tied_head, stored, dropped)
+    if tied_head is not None:
+        _check_tied_head(path, tied_head, tensors["embedding.weight"].whole())
+    return HFDirectory(path, config, model, tensors, _token_ids(path, config, model), stored, dropped)
+
+
+def _check_tied_head(path: Path, head: Tensor, embedding: Tensor) -> None:
+    if not equal_bits(head, embedding):
+        raise UserError(
+            f"{path}: {_HEAD} differs from {_EMBEDDING} although tie_word_embeddings is true, so programs disagree on "
+            f"the head: set tie_word_embeddings to false to use {_HEAD}, or remove that tensor"
+        )
+
+
+def _token_ids(path: Path, config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the ids of special tokens; generation_config.json takes precedence."""
+    ids = token_ids(config, path / HF_CONFIG, model.vocab_size)
+    if (path / GENERATION_CONFIG).exists():
+        values = _read_json_file(path, GENERATION_CONFIG)
+        ids |= token_ids(values, path / GENERATION_CONFIG, model.vocab_size)
+    return ids
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

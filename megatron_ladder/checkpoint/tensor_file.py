@@ -119,6 +119,14 @@ def stored_tensor(path: Path, file: Any, key: str) -> torch.Tensor:
         raise UserError(f"{path}: has no usable tensor {key!r}") from None
 
 
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have one shape, one element type, and the same bits, which NaN may have, too."""
+    import torch
+
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
 def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
     """Write and fsync a new safetensors file; return its size in bytes, and the checksum of the bytes written.
 

@@ -71,7 +71,6 @@ def plan_import(options: ImportOptions) -> Conversion:
     directory = hf_directory.open_hf_directory(options.hf)
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)
-    directory.check_tied_head()
     carried = small_files.read_carried(options.hf)
     carried[MODEL_CARD] = small_files.imported_card(options.hf, carried.get(MODEL_CARD, b""))
     description, tokenizer, token_count = small_files.describe_tokenizer(options.hf)
@@ -82,7 +81,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "consumed_samples": 0,
         "model": model.to_dict(),
         "tokenizer": tokenizer,
-        IMPORTED: {"model_type": model_type, **directory.token_ids()},
+        IMPORTED: {"model_type": model_type, **directory.token_ids},
         "versions": {"megatron_ladder": __version__},
     }
     before, after = wiring_text(directory.model), wiring_text(model)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_ladder.checkpoint.tensor_file import equal_bits
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, size_text
 from megatron_ladder.errors import UserError, counted, describe_full_disk
@@ -191,13 +192,8 @@ def _verify_files(files: Files, directory: Path) -> None:
         for name, tensors in files.items():
             path = directory / name
             with safe_open(path, framework="pt") as file:
-                same = all(_equal_bits(file.get_tensor(tensor.key), tensor.load()) for tensor in tensors)
+                same = all(equal_bits(file.get_tensor(tensor.key), tensor.load()) for tensor in tensors)
             if not same:
                 path.unlink()
                 raise RuntimeError(f"{path}: differs from its source; removed: the same command writes it again")
             progress.advance(sum(tensor.num_bytes for tensor in tensors))
-
-
-def _equal_bits(one: Tensor, other: Tensor) -> bool:
-    is_alike = one.dtype == other.dtype and one.shape == other.shape
-    return is_alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -146,7 +146,7 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
     used = find_tokenizer(directory) if tokenizer is None else tokenizer
-    eos_ids = _eos_ids(end_ids(found.token_ids()), used)
+    eos_ids = _eos_ids(end_ids(found.token_ids), used)
     added = () if used is None else used.added_around()[0]
     prefix, fill = added if tokenizer is None else (), partial(load_weights, source=found)
     return StoredModel(directory, found.model, used, eos_ids, prefix, added, fill, warnings=tuple(found.notes))

@@ -160,7 +160,12 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> 
     convert("import", "--hf", write_directory(tmp_path / "equal", tied), "--save", tmp_path / "ours")
     weights = load(zeros())
     weights["lm_head.weight"][-1, -1] = 1
-    assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "hf", tied, save(weights)))
+    other = write_directory(tmp_path / "hf", tied, save(weights))
+    assert "differs from model.embed_tokens.weight" in rejection(other)
+    (error,) = errors_of(open_model, other, None, None)
+    assert error.startswith(f"--model {other}: lm_head.weight differs from model.embed_tokens.weight")
+    weights["lm_head.weight"] = torch.zeros(())
+    assert "differs from model.embed_tokens.weight" in rejection(write_directory(other, tied, save(weights)))
 
 
 @pytest.mark.parametrize("verb", ["reshape", "export"])
