@@ -141,13 +141,13 @@ class ModelConfig(ModelTraits):
     def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
         """Read a stored model, or raise a UserError that names the file `source`."""
         # A program answers --help before it loads packages.
-        import msgspec
+        from megatron_ladder.typed import typed
 
         if unknown := sorted(values.keys() - {field.name for field in fields(ModelConfig)}):
             raise UserError(f"{source}: not a model of this version: unknown keys {unknown}")
         try:
-            config = msgspec.convert(values, ModelConfig)
-        except msgspec.ValidationError as error:
+            config = typed(values, ModelConfig)
+        except ValueError as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config.canonical()

@@ -36,6 +36,7 @@ from megatron_ladder.checkpoint.hf_types import (
     type_of,
 )
 from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.typed import typed
 
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
@@ -62,8 +63,8 @@ def model_config_from_hf(
     if config.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
     try:
-        read = msgspec.convert(config, HFKeys)
-    except msgspec.ValidationError as error:
+        read = typed(config, HFKeys)
+    except ValueError as error:
         raise UserError(f"{source}: {error}") from None
     row = TYPES[model_type]
     attentions = read.num_hidden_layers

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architect
 from megatron_ladder.checkpoint.tensor_file import element_name, equal_bits, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
+from megatron_ladder.typed import json_object
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -157,10 +157,10 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     path = safe_path(directory, name)
     try:
         content = path.read_bytes()
-        reject_pointer(path, content)
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    reject_pointer(path, content)
+    return json_object(path, content)
 
 
 def open_hf_directory(path: Path) -> HFDirectory:

@@ -34,6 +34,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.tensor_file import StoredTensor, checksum_of
+from megatron_ladder.typed import read_json, typed
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 3
@@ -179,7 +180,7 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     Raises ValueError if the manifest is incomplete, altered, of another version or inconsistent.
     """
     manifest_checksum(data)
-    manifest = msgspec.json.decode(data)
+    manifest = read_json(data)
     table = _check_manifest(manifest)
     for key in ("tensors", "tilings", "manifest_checksum"):
         manifest.pop(key, None)
@@ -207,10 +208,7 @@ def _check_manifest(values: Any) -> TensorTable:
             f"schema_version is {version!r:.60}, and this program reads {SCHEMA_VERSION}: use the version of "
             "megatron_ladder that wrote the checkpoint"
         )
-    try:
-        manifest = msgspec.convert(values, _Manifest)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
+    manifest = typed(values, _Manifest)
     names = {record.name for record in manifest.files}
     if strange := [name for name in names if re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is None]:
         raise ValueError(f"the file name {strange[0]!r} is not a plain file name")

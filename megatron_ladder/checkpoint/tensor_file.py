@@ -105,10 +105,13 @@ def open_safetensors(path: Path) -> Any:
     """Return a file as `safetensors.safe_open` does; raise UserError if it is not complete."""
     try:
         return safe_open(path, "pt")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file: copy or download it") from None
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             reject_pointer(path)
-        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
+        reason = getattr(error, "strerror", None) or "truncated or damaged"
+        raise UserError(f"{path}: not a complete safetensors file: {reason}: copy or download it again") from None
 
 
 def stored_tensor(path: Path, file: Any, key: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ from megatron_ladder.checkpoint.hf_types import OWN_TYPE
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
+from megatron_ladder.typed import json_object
 
 _TERMS = ("license", "license_name", "license_link")
 """Keys of a model card that hold for every model made from it."""
@@ -148,14 +149,14 @@ def exported_tokenizer(
     # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data import tokenizers as kinds
 
-    source = kinds.parse_json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
+    source = json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
     # It names code of the model's source, which the directory does not have.
     settings = {key: value for key, value in source.items() if key != "auto_map"}
     tokenizer = kinds.find_tokenizer(directory)
     notes = list[str]()
     # The vocabulary.
     if isinstance(tokenizer, kinds.SentencePieceTokenizer):
-        described = kinds.parse_json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
+        described = json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
         files[kinds.DESCRIPTION_FILE] = json_file({**described, "file": "tokenizer.model"})
         files |= {"tokenizer.model": tokenizer.contents[0], "tokenizer.json": tokenizer.as_json().encode()}
         if "chat_template" not in settings and CHAT_TEMPLATE not in files:
@@ -190,7 +191,7 @@ def exported_tokenizer(
     if learned := [number for number in checkpoint.end_ids if number not in listed]:
         ids["eos_token_id"] = [*listed, *learned]
         if GENERATION_CONFIG in files:
-            values = kinds.parse_json_object(directory / GENERATION_CONFIG, files[GENERATION_CONFIG])
+            values = json_object(directory / GENERATION_CONFIG, files[GENERATION_CONFIG])
             files[GENERATION_CONFIG] = json_file({**values, "eos_token_id": ids["eos_token_id"]})
     files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
     return files, ids, notes

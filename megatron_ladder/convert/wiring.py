@@ -18,6 +18,7 @@ from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag_name, section_flags
+from megatron_ladder.typed import read_json, typed
 
 _BEST = "best:"
 """How a value of --ladder-layers begins that refers to such a file."""
@@ -72,7 +73,7 @@ def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
 def _read_sensitivity(path: Path) -> Sensitivity:
     """Read a file that `write_sensitivity` wrote. Raises UserError."""
     try:
-        sensitivity = msgspec.json.decode(path.read_bytes(), type=Sensitivity)
+        sensitivity = typed(read_json(path.read_bytes()), Sensitivity)
         if sorted(sensitivity.order) != list(range(sensitivity.num_layers)):
             raise ValueError(f"order {sensitivity.order} does not contain each of {sensitivity.num_layers} layers once")
     except OSError as error:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ladder.data.special_tokens import mark_spelled
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, parse_json_object
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
+from megatron_ladder.typed import json_object
 
 _CONFIG_FILE = "tokenizer_config.json"
 _MAP_FILE = "special_tokens_map.json"
@@ -215,8 +216,8 @@ def read_chat_template(
         )
     folder = tokenizer.files[0].parent
     tokenizer_files = dict(zip(tokenizer.files, tokenizer.contents, strict=True))
-    config = parse_json_object(folder / _CONFIG_FILE, tokenizer_files.get(folder / _CONFIG_FILE, b"{}"))
-    mapped = parse_json_object(folder / _MAP_FILE, tokenizer_files.get(folder / _MAP_FILE, b"{}"))
+    config = json_object(folder / _CONFIG_FILE, tokenizer_files.get(folder / _CONFIG_FILE, b"{}"))
+    mapped = json_object(folder / _MAP_FILE, tokenizer_files.get(folder / _MAP_FILE, b"{}"))
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in (mapped | config).items()

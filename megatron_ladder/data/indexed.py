@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, Self
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder import files
 from megatron_ladder.errors import UserError, counted
+from megatron_ladder.typed import read_json, typed
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -218,10 +218,10 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     path = sidecar_path(prefix)
     try:
         content = files.read_if_exists(path)
-        return None if content is None else msgspec.json.decode(content, type=Sidecar)
+        return None if content is None else typed(read_json(content), Sidecar)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not the sidecar of a data set ({error}): preprocess the data again") from None
 
 

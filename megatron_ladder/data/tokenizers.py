@@ -23,6 +23,7 @@ from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.data.special_tokens import RenamedTokenizer, SpelledTokenEncoder, rename_tokens
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
+from megatron_ladder.typed import json_object, read_json, typed
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
 _COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -257,12 +258,17 @@ class HuggingFaceTokenizer(Tokenizer):
             content = _read_model_file(path, "a tokenizer.json, or a directory that contains one")
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # The library raises nothing narrower.
-            raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
+        except Exception:  # The library raises nothing narrower.
+            reason = f"the package tokenizers {tokenizers.__version__} cannot read it, and a newer one might"
+            try:
+                read_json(content)
+            except ValueError as error:
+                reason = str(error)
+            raise UserError(f"--tokenizer-model {path}: not a tokenizer.json: {reason}") from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         companion_contents = {file: read_if_exists(file) for file in companions}
         if eod_token is not None:
-            settings = parse_json_object(companions[0], companion_contents[companions[0]] or b"{}")
+            settings = json_object(companions[0], companion_contents[companions[0]] or b"{}")
             settings["eos_token"] = eod_token
             companion_contents[companions[0]] = (json.dumps(settings, indent=2) + "\n").encode()
         contents = {path: content} | {file: text for file, text in companion_contents.items() if text is not None}
@@ -313,7 +319,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Yield each companion file that names a special token, with its text, or an invalid value."""
         for companion, content in zip(self.files, self.contents, strict=True):
             if companion.name in self._COMPANIONS:
-                token = parse_json_object(companion, content).get(kind)
+                token = json_object(companion, content).get(kind)
                 token = token.get("content") if isinstance(token, dict) else token
                 if token is not None:
                     yield companion, token
@@ -444,8 +450,8 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     if content is None:
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
     try:
-        description = msgspec.json.decode(content, type=_Description)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        description = typed(read_json(content), _Description)
+    except ValueError as error:
         raise UserError(f"{path}: {error}: copy the tokenizer again") from None
     model = directory / Path(description.file).name if description.file else None
     tokenizer = load_tokenizer(description.tokenizer_type, model, description.vocab_size - 1)
@@ -464,11 +470,3 @@ def _read_model_file(model: Path, expected: str) -> bytes:
         problem = "is a directory" if model.is_dir() else "no such file"
         raise UserError(f"--tokenizer-model {model}: {problem}, expected {expected}{hub_hint(model)}")
     return content
-
-
-def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the object in the content of a file; raises UserError for other content."""
-    try:
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not a JSON object ({error})") from None

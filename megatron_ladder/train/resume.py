@@ -32,6 +32,7 @@ from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_use
 from megatron_ladder.flags import flag_name, section_flags, to_plain, value_errors
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.record import RECORD_NAME
+from megatron_ladder.typed import typed
 
 _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
@@ -172,8 +173,8 @@ def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags
             if name not in stored or name in unchanged:
                 continue
             try:
-                value = msgspec.convert(stored[name], types[name], dec_hook=lambda kind, text: kind(text))
-            except msgspec.ValidationError as error:
+                value = typed(stored[name], types[name], dec_hook=lambda kind, text: kind(text))
+            except ValueError as error:
                 raise UserError(f"--load {checkpoint.directory}: {flag_name(name)}: {error}: give the flag") from None
             section = replace(getattr(flags, section_name), **{name: value})
             completed = replace(flags, **{section_name: section})

@@ -23,7 +23,7 @@ def nodes_of(source: str) -> list[ast.AST]:
     return list(ast.walk(parse(source)))
 
 
-GROUND = {"command_line", "errors", "files", "flags", "processes", "progress"}
+GROUND = {"command_line", "errors", "files", "flags", "processes", "progress", "typed"}
 LOW = GROUND | {"blueprint", "config"}
 PARALLEL = LOW | {"comm", "parallel", "torch_private"}
 MODEL = PARALLEL | {"model"}
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "processes": set(),
+    "typed": {"errors"},
     "progress": set(),
     "flags": {"errors", "files"},
     "command_line": {"errors", "flags"},
