@@ -319,7 +319,8 @@ def hf_type(model: ModelConfig) -> str:
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
     # biases.
     possible = {"llama": divides, "qwen2": usual_heads, "deepseek_v2": divides}
-    return next((name for name in TYPES if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
+    written = (name for name, row in TYPES.items() if row.architecture)
+    return next((name for name in written if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
 
 
 def _expresses(model_type: str, model: ModelConfig) -> bool:
@@ -328,9 +329,13 @@ def _expresses(model_type: str, model: ModelConfig) -> bool:
         reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
     except UserError:
         return False
-    # Nothing uses the width of dense layers in a model without any.
-    unused = 0 < len(model.moe_layers) == model.num_layers
-    return (replace(reread, ffn_hidden_size=model.ffn_hidden_size) if unused else reread) == model.canonical()
+    # Only layers of a kind use its widths and choices.
+    unused: dict[str, Any] = {}
+    if len(model.moe_layers) == model.num_layers:
+        unused = {"ffn_hidden_size": model.ffn_hidden_size}
+    elif not model.moe_layers:
+        unused = {name: value for name, value in vars(model).items() if name.startswith(("num_experts", "moe_"))}
+    return replace(reread, **unused) == model.canonical()
 
 
 def hf_config(

@@ -87,6 +87,13 @@ def test_exported_directories_match_the_reference_and_can_be_imported(
     assert_equal_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
 
 
+@pytest.mark.parametrize(("model_type", "wiring"), [("llama", {}), ("megatron_ladder", HYBRID)])
+def test_experts_in_no_layer_need_no_type_with_experts(model_type: str, wiring: dict[str, Any]) -> None:
+    config = tiny_config(**EXPERTS | wiring | {"moe_layers": ()})
+    assert hf_type(config) == model_type
+    assert model_config_from_hf(hf_config(config, dtype="float32")) == tiny_config(**wiring)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(tmp_path: Path, tied: bool) -> None:
     config, tokens = tiny_config(logit_soft_cap=0.5, tie_embeddings=tied), some_tokens(1, 8)
