@@ -135,9 +135,12 @@ def test_memory_of_experts_is_that_of_the_planner(
     assert_planned_memory(capsys, ranks, words, samples=2)
 
 
-@pytest.mark.parametrize("value", [128, 96])
+@pytest.mark.parametrize("value", [128, 96, 160])
 def test_memory_of_latents_is_that_of_the_planner(capsys: pytest.CaptureFixture[str], value: int) -> None:
-    """Values as wide as queries, and narrower ones, which are padded. Attention stores most activations here."""
+    """Values as wide as queries, narrower ones, which are padded, and wider ones.
+
+    Attention stores most activations here.
+    """
     words = (
         "--tensor-model-parallel-size 4 --kv-lora-rank 512 --q-lora-rank 768 --qk-nope-head-dim 96 "
         f"--qk-rope-head-dim 32 --v-head-dim {value} --attention-output-gate --hidden-size 512 --ffn-hidden-size 512"
