@@ -81,6 +81,11 @@ class TensorSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix or a stack of them, also of one row; norms can have a row per rank."""
+        return len(self.shape) > 1 and self.mean == 0.0
+
     def replicas(self, ranks: int) -> int:
         """Return how many neighbouring ranks hold the same slice."""
         if self.sharded_dim is None:

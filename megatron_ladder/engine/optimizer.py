@@ -11,18 +11,22 @@ from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import find_in_apex
-from megatron_ladder.parallel.layout import whole_shape
+from megatron_ladder.parallel.layout import parameter_sections
 
 
 def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return two groups: matrices, which decay, and norms and biases (of one dimension or one row), which do not.
+    """Return two groups: matrices, which decay, and norms and biases, which do not.
 
     With Muon, the matrices of the layers form another group, before that of embedding and output head. Stacks of
     experts' matrices and the matrix of a router are matrices.
     """
-    shapes = [(parameter, whole_shape(parameter)) for parameter in model.parameters()]
-    matrices = [parameter for parameter, shape in shapes if math.prod(shape) > shape[-1]]
-    vectors = [parameter for parameter, shape in shapes if math.prod(shape) == shape[-1]]
+    # A slice without sections is padding of the vocabulary, in a matrix.
+    are_matrices = {
+        parameter: all(section.tensor.is_matrix for section in sections)
+        for parameter, sections in parameter_sections(model)
+    }
+    matrices = [parameter for parameter in model.parameters() if are_matrices[parameter]]
+    vectors = [parameter for parameter in model.parameters() if not are_matrices[parameter]]
     decay = {"weight_decay": config.weight_decay}
     no_decay = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer != "muon":

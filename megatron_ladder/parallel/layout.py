@@ -192,11 +192,6 @@ def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
     return sum(section.box.numel for section in sections) < parameter.numel()
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the local parameter's shape, also while ZeRO-3 keeps only this rank's part of it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill all parameters such that the model does not depend on how it is sharded.
 

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ladder_lab.dry_run.program import dry_run
+from megatron_ladder.api import TextGenerator, export_model
+from megatron_ladder.config.run import parse_run
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
 from tests.helpers.commands import launch, run_command
 from tests.helpers.pairwise import pairwise
 from tests.helpers.plain_runs import expected_curves
 from tests.helpers.whole_runs import (
+    CORNER_LAYOUTS,
+    CORNERS,
     DATA,
     LAYOUTS,
     MODELS,
@@ -26,6 +32,7 @@ from tests.helpers.whole_runs import (
     scalars_in,
     write_corpus,
 )
+from tests.unit.generate.tiny_model import greedy_by_transformers
 
 RECORDED = {
     "train/lm loss": "loss",
@@ -44,8 +51,15 @@ MORE = {
     ("distilled", "conversations", "tp2-dp2"),
 }
 """Models, data and layouts of every test run in addition to a pairwise cover."""
+QUICK_CORNERS = {
+    ("experts in no layer", "texts", "pp3"),
+    ("values wider than keys", "texts", "tp2"),
+    ("one head and one expert", "texts", "pp2x3"),
+}
+"""Likewise, of models of `CORNERS`."""
 SECONDS = 60
 """Time limit of a run, also on a busy machine."""
+ALL = MODELS | CORNERS
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +87,24 @@ def in_one_process(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     @functools.cache
     def find(model: str, data: str) -> Curves:
-        return run(tmp_path_factory.mktemp("one"), command_line(corpus, MODELS[model], DATA[data]), 1)
+        return run(tmp_path_factory.mktemp("one"), command_line(corpus, ALL[model], DATA[data]), 1)
 
     return find
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("data", [name for name in DATA if name != "stream"])
+def cases_in_one_process() -> Iterator[Any]:
+    """Yield models and data, of which odd corners learn from texts, and only under `--slow` from other data."""
+    for model, data in itertools.product(ALL, DATA):
+        if data != "stream":
+            slow = model in CORNERS and data != "texts"
+            yield pytest.param(model, data, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("model", "data"), [*cases_in_one_process()])
 def test_one_process_logs_what_a_plain_model_computes(
     corpus: Path, in_one_process: Callable[[str, str], Curves], model: str, data: str
 ) -> None:
-    expected = expected_curves(command_line(corpus, MODELS[model], DATA[data]))
+    expected = expected_curves(command_line(corpus, ALL[model], DATA[data]))
     assert_equal_curves(in_one_process(model, data), expected)
 
 
@@ -102,15 +123,54 @@ def cases() -> Iterator[Any]:
         if model == "sigmoid" and data == "stream" and "dp" in layout:
             continue  # It balances micro-batches, and data-parallel ranks form those of a stream from other rows.
         yield pytest.param(*case, marks=() if case in in_every_run else pytest.mark.slow)
+    for case in itertools.product(CORNERS, DATA, CORNER_LAYOUTS):
+        model, data, layout = case
+        has_one = model == "one head and one expert"
+        if (has_one and ("tp" in layout or layout == "pp3x2")) or (layout == "pp2x3" and not has_one):
+            continue  # One head is not divisible, nor are six and seven layers among other chunks.
+        yield pytest.param(*case, marks=() if case in QUICK_CORNERS else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("model", "data", "layout"), list(cases()))
 def test_every_layout_logs_what_one_process_logs(
     corpus: Path, in_one_process: Callable[[str, str], Curves], tmp_path: Path, model: str, data: str, layout: str
 ) -> None:
-    ranks, flags = LAYOUTS[layout]
-    found = run(tmp_path, command_line(corpus, MODELS[model], DATA[data], flags), ranks)
+    ranks, flags = CORNER_LAYOUTS[layout]
+    found = run(tmp_path, command_line(corpus, ALL[model], DATA[data], flags), ranks)
     assert_equal_curves(found, in_one_process(model, data))
+
+
+def slow_except(*quick: str) -> list[Any]:
+    """Return the names of all models, of which all but these are slow."""
+    return [pytest.param(model, marks=() if model in quick else pytest.mark.slow) for model in ALL]
+
+
+@pytest.mark.parametrize("model", slow_except(*CORNERS))
+def test_a_trained_model_is_exported_and_generates_what_transformers_does(
+    corpus: Path, tmp_path: Path, model: str
+) -> None:
+    run(tmp_path, command_line(corpus, ALL[model], DATA["texts"], f"--save {tmp_path}/save"), 1)
+    export_model(tmp_path / "save", tmp_path / "hf")
+    # transformers takes the first letter, whose id is 0, for padding.
+    prompts = ["bcd", "zy", "q" * 9]
+    options = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    continued = [TextGenerator(tmp_path / name).generate(prompts, **options) for name in ("save", "hf")]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    encoded = [tuple(AutoTokenizer.from_pretrained(tmp_path / "hf")(prompt).input_ids) for prompt in prompts]
+    for generations in continued:
+        assert [generation.ids for generation in generations] == greedy_by_transformers(exported, encoded, 6)
+
+
+@pytest.mark.parametrize("model", slow_except("experts in no layer"))
+def test_a_dry_run_of_every_model_matches(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    layout = "pp2x2" if "one head" in model else "tp2"
+    ranks, flags = LAYOUTS[layout]
+    without_teacher = ALL[model].partition(" --distill-from")[0]
+    dry_run(parse_run(command_line(corpus, without_teacher, DATA["texts"], flags)), ranks)
+    assert f"launches of {ranks} ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])

@@ -49,7 +49,7 @@ def expected_curves(argv: Sequence[str]) -> Curves:
     curves: Curves = {"train/learning rate": dict(enumerate(map(_rounded, RATES), start=1))}
     for place, name in enumerate(("lm loss", "grad norm", *losses.names)):
         curves[f"train/{name}"] = {step: values[place] for step, values in enumerate(history, start=1)}
-    if run.model.num_experts:
+    if run.model.moe_layers:
         described = [_describe(sum(loads)) for loads in losses.loads]
         for name in described[0]:
             curves[f"train/{name}"] = {step: _rounded(values[name]) for step, values in enumerate(described, start=1)}
@@ -97,9 +97,9 @@ class _Losses:
             distances = (log_p.exp() * (log_p - log_q)).sum(-1)
             losses["distillation loss"] = temperature**2 * (distances * mask).sum() / targets
             factors = {"lm loss": 1 - share, "distillation loss": share}
-        if config.moe_aux_loss_coeff:
+        if record and config.moe_aux_loss_coeff:
             losses["load balancing loss"] = sum(routed.auxiliary_loss for routed in record) / all_tokens
-        if config.moe_z_loss_coeff:
+        if record and config.moe_z_loss_coeff:
             losses["router z loss"] = sum(routed.z_loss for routed in record) / all_tokens
         if record:
             self.loads[step].append(torch.stack([routed.loads for routed in record]))
@@ -150,7 +150,9 @@ def _describe(loads: Tensor) -> dict[str, float]:
     layers = [[float(load) for load in layer] for layer in loads]
     largest = max(max(layer) / (sum(layer) / len(layer)) for layer in layers)
     shares = [[load / sum(layer) for load in layer if load] for layer in layers]
-    entropies = [-sum(share * math.log(share) for share in layer) / math.log(loads.shape[1]) for layer in shares]
+    # That of a single expert is 0.
+    most = math.log(max(loads.shape[1], 2))
+    entropies = [-sum(share * math.log(share) for share in layer) / most for layer in shares]
     dead = sum(load == 0 for layer in layers for load in layer)
     return {"largest expert load": largest, "expert load entropy": sum(entropies) / len(layers), "dead experts": dead}
 

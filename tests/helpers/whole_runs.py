@@ -26,7 +26,6 @@ SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 20, 2, 8
 RATES = (1e-3, 5e-4)
 """Learning rates of the steps, by the flags below."""
 RECIPE = (
-    "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --ffn-hidden-size 32 "
     f"--seed 20 --init-method-std 0.2 --seq-length {SEQ_LENGTH} --micro-batch-size {MICRO_BATCH} "
     f"--global-batch-size {GLOBAL_BATCH} --train-iters {len(RATES)} --lr 1e-3 --min-lr 5e-4 --lr-warmup-iters 1 "
     "--lr-decay-style linear --clip-grad 0.5 --norm-epsilon 1e-2 --adam-eps 1e-2 --log-interval 1 --eval-iters 1 "
@@ -35,18 +34,32 @@ RECIPE = (
 """The seed is the best of 22: the scores of experts that a token chooses exceed the next ones by at least 1e-5, while
 layouts change scores by 1e-7. The terms in the denominators of norms and AdamW keep rounding
 errors of small numbers from growing."""
+_DENSE = "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 32"
+_SIZES = f"{_DENSE} --num-key-value-heads 2"
 MODELS = {
-    "tied": "--residual-mode ladder --ladder-layers 2-6 --tie-embeddings --qk-layernorm --z-loss-coeff 0.02",
-    "softmax": "--residual-mode ladder --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 8 "
+    "tied": f"{_SIZES} --residual-mode ladder --ladder-layers 2-6 --tie-embeddings --qk-layernorm --z-loss-coeff 0.02",
+    "softmax": f"{_SIZES} --residual-mode ladder --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 8 "
     "--z-loss-coeff 0.02 --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01",
     # The first stage, and one in the middle of six, have dense layers only.
-    "sigmoid": "--residual-mode farskip --num-experts 16 --moe-layers 2,4-6 --moe-ffn-hidden-size 8 "
+    "sigmoid": f"{_SIZES} --residual-mode farskip --num-experts 16 --moe-layers 2,4-6 --moe-ffn-hidden-size 8 "
     "--moe-shared-expert-intermediate-size 8 --moe-router-score-function sigmoid --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-router-topk-scaling-factor 2.5 --moe-aux-loss-coeff 0.05 --moe-router-load-balancing-type aux_loss "
     "--moe-z-loss-coeff 0.01 --expert-sharding experts",
-    "distilled": "--distill-from {corpus}/teacher --distill-weight 0.7 --distill-temperature 2 --z-loss-coeff 0.02",
+    "distilled": f"{_SIZES} --distill-from {{corpus}}/teacher --distill-weight 0.7 --distill-temperature 2 "
+    "--z-loss-coeff 0.02",
 }
+CORNERS = {
+    "experts in no layer": f"{_SIZES} --residual-mode ladder --num-experts 8 --moe-layers none "
+    "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01",
+    "values wider than keys": f"{_DENSE} --residual-mode ladder --kv-lora-rank 6 --qk-nope-head-dim 2 "
+    "--qk-rope-head-dim 2 --v-head-dim 6",
+    # Six layers divide into two stages of three chunks.
+    "one head and one expert": "--num-layers 6 --hidden-size 16 --num-attention-heads 1 --ffn-hidden-size 32 "
+    "--residual-mode ladder --num-experts 1 --moe-router-topk 1 --moe-router-unnormalized --moe-aux-loss-coeff 0.05 "
+    "--moe-router-score-function sigmoid --moe-z-loss-coeff 0.01",
+}
+"""Models with a part of the least size, or of none."""
 TEACHER = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder"
 _TEXTS = "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document"
 _CHATS = "--train-data-path {corpus}/chats_messages_document --valid-data-path {corpus}/chats_messages_document"
@@ -78,6 +91,10 @@ LAYOUTS = {
 }
 """Number of processes, and flags. A step has four micro-batches, or two on each of two data-parallel ranks. Seven
 layers do not divide evenly into any number of stages. 2x2: two stages of two ranges of layers each."""
+CORNER_LAYOUTS = LAYOUTS | {
+    "pp2x3": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --zero-stage 0")
+}
+"""Those of `CORNERS`; 2x3: one layer per chunk of six layers."""
 EXACT = ("train/learning rate", "train/largest expert load", "train/expert load entropy", "train/dead experts")
 TOLERANCE = 1e-6
 _TEMPLATE = (
