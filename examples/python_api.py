@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-from megatron_ladder.api import TextGenerator, build_model, export_model, import_model, training  # noqa: E402
+from megatron_ladder.api import TextGenerator, build_model, export_model, import_model, open_training  # noqa: E402
 
 corpus, folder = map(Path, sys.argv[1:3])
 ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -27,7 +27,7 @@ loss.backward()
 optimizer.step()
 
 # A run with everything that pretrain_ladder.py has, of which the script takes the steps.
-with training(
+with open_training(
     residual_mode="ladder",
     num_layers=2,
     hidden_size=64,

@@ -7,11 +7,13 @@ UserError. Under a launcher, all processes must make the same calls, but only on
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from megatron_ladder.blueprint.model import ModelConfig, learning_errors, resolv
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.command_line import build_sections, flag_words, read_words
+from megatron_ladder.command_line import FlagWords, build_sections, flag_words, read_words
 from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
@@ -34,13 +36,14 @@ from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.scoring import Request, Score, cut_requests
+from megatron_ladder.processes import interrupts_delayed
 from megatron_ladder.train.evaluation import Predictor
 from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
-__all__ = ["build_model", "LanguageModel", "training", "TrainingRun", "StepResult", "UserError", "BadNumbersError"]
-__all__ += ["TextGenerator", "Generation", "Score", "import_model", "export_model"]
+__all__ = ["build_model", "LanguageModel", "open_training", "training", "TrainingRun", "StepResult", "UserError"]
+__all__ += ["BadNumbersError", "TextGenerator", "Generation", "Score", "import_model", "export_model"]
 
 Ids = Iterable[SupportsIndex]
 """Token ids."""
@@ -67,10 +70,19 @@ def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[st
 
 
 class TrainingRun:
-    """A run between its steps; `training` creates it. Its methods raise UserError after the end of the block."""
+    """A run between its steps; `open_training` creates it. Its methods raise UserError once it is closed.
 
-    def __init__(self, opened: OpenRun) -> None:
+    Call `close`, or use a `with` block. A run that is garbage collected, or open when the program ends, is closed as
+    after an error.
+    """
+
+    def __init__(self, context: AbstractContextManager[OpenRun]) -> None:
+        self._context = context
+        self._dropped = weakref.finalize(self, _close_dropped, context)
+        opened = context.__enter__()
         self._opened: OpenRun | None = opened
+        self._failure: BaseException | None = None
+        """The error that left a step half done."""
         self._model = opened.trainer.model
         self._end_ids = opened.inputs.end_ids
         # The caller may read the weights of `model`.
@@ -96,26 +108,55 @@ class TrainingRun:
         """Sizes and wiring of the model."""
         return self._model.config
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._dropped.detach() is not None:
+            self._opened = None
+            self._context.__exit__(error_type, error, traceback)
+
+    def close(self) -> None:
+        """End the run and its process groups, after a save in flight; saves nothing, and has no effect a second time.
+
+        All processes must call it.
+        """
+        error = self._failure
+        self.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
     def _require_open(self, call: str) -> OpenRun:
-        """Return the open run; raises UserError after the end of its block."""
+        """Return the open run; raises UserError if it is closed, or if a step was left half done."""
         if self._opened is None:
             raise UserError(
-                f"{call}: the run has ended with its `with` block: call run.{call}() inside the block, or give a "
-                "checkpoint of the run to TextGenerator or to another training(load=...)"
+                f"{call}: the run is closed: call run.{call}() before it is, or give a checkpoint of the run to "
+                "TextGenerator or to open_training(load=...)"
+            )
+        if self._failure is not None:
+            raise UserError(
+                f"{call}: {type(self._failure).__name__} ended step {self.iteration + 1} halfway, so its weights may "
+                "be wrong: close() the run, and continue from its last checkpoint with open_training(load=...)"
             )
         return self._opened
 
     def step(self) -> StepResult:
         """Train on the next global batch; return its loss, gradient norm and learning rate.
 
-        Raises BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
+        Ctrl-C, or the stop button of a notebook, takes effect after the step; a second one ends it halfway. Raises
+        BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
         """
         opened = self._require_open("step")
         trainer = opened.trainer
-        self.iteration += 1
-        trainer.engine.optimizer.adopt_weights()
-        with trainer.engine.keeping_frozen():
-            result = train_step(trainer, next(opened.batches), self.iteration)
+        with interrupts_delayed():
+            try:
+                trainer.engine.optimizer.adopt_weights()
+                with trainer.engine.keeping_frozen():
+                    result = train_step(trainer, next(opened.batches), self.iteration + 1)
+            except BaseException as error:
+                self._failure = error
+                raise
+            self.iteration += 1
         opened.checkpoints.poll()
         trainer.guard.stop_if_hopeless(result.finding)
         return result
@@ -162,7 +203,7 @@ class TrainingRun:
         return predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, ends)
 
     def save(self) -> None:
-        """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.
+        """Write a checkpoint to `save`; with `async_save`, the next call and `close` wait for its end.
 
         Raises UserError if there is no `save`, or, without `async_save`, if the checkpoint could not be written.
         """
@@ -174,35 +215,45 @@ class TrainingRun:
         opened.checkpoints.save(self.iteration, opened.batches, "call", final=not config.async_save)
 
 
-@contextmanager
-def training(**flags: Any) -> Iterator[TrainingRun]:
-    """Open a training run with the flags of pretrain_ladder.py, and close it at the end of the block.
+def open_training(**flags: Any) -> TrainingRun:
+    """Open a training run with the flags of pretrain_ladder.py.
 
     With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
     """
-    words = read_run_words(flag_words(flags), "training()")
+    words = read_run_words(flag_words(flags), "open_training()")
     if words.words.get("skip_train") == "true":
-        raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
-    _check_no_process_groups("training")
+        raise UserError("skip_train=True: open_training() needs training data: remove it, and call run.evaluate()")
+    _check_no_process_groups("open_training")
+    return TrainingRun(_leaving_groups(words))
+
+
+training = open_training
+"""The former name of `open_training`."""
+
+
+@contextmanager
+def _leaving_groups(words: FlagWords) -> Iterator[OpenRun]:
+    """Open a run, and leave its process groups at the end of the block, however it ends."""
     threads = torch.get_num_threads()
     try:
         with open_run(words) as opened:
-            run = TrainingRun(opened)
-            try:
-                yield run
-            finally:
-                run._opened = None
+            yield opened
     finally:
         # On CPUs, the run limits the threads of the process.
         torch.set_num_threads(threads)
         _leave_process_groups()
 
 
+def _close_dropped(context: AbstractContextManager[OpenRun]) -> None:
+    error = ResourceWarning("the program dropped the run without close()")
+    context.__exit__(type(error), error, None)
+
+
 def _check_no_process_groups(call: str) -> None:
     if dist.is_initialized():
         raise UserError(
-            f"{call}: this process has process groups already: end the training() block, inside which run.generate and "
-            "run.score use its model, or close() the TextGenerator, or destroy the groups"
+            f"{call}: this process has process groups already: close() the run, whose model run.generate and run.score "
+            "use, or the TextGenerator, or destroy the groups"
         )
 
 
@@ -242,7 +293,8 @@ def _encode_requests(
 class TextGenerator:
     """A model that continues and scores texts: a training checkpoint, or a Hugging Face directory.
 
-    Under a launcher, all processes together hold the model, and `close` ends their process groups.
+    Under a launcher, all processes together hold the model, and `close`, or the end of a `with` block, ends their
+    process groups.
     """
 
     def __init__(self, model: str | Path, **flags: Any) -> None:
@@ -262,8 +314,14 @@ class TextGenerator:
             raise
         self._world = dist.group.WORLD if rank_info.launched else None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Free captured graphs, and end the process groups; all processes must call it."""
+        """Free captured graphs, and end the process groups; all processes must call it, once or several times."""
         self.engine.close()
         if self._world is not None and self._world is dist.group.WORLD:
             stop_process_group()

@@ -9,9 +9,11 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 # An option of prctl(2), from <linux/prctl.h>.
@@ -106,3 +108,27 @@ def interrupts_blocked() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def interrupts_delayed() -> Iterator[None]:
+    """Let Ctrl-C take effect after the block, which it would leave half done, and a second one at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Python runs handlers on the main thread, and only there can they be set.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[FrameType | None] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(frame)
+        if len(received) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(signal.SIGINT, received[0])

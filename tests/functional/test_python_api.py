@@ -18,7 +18,7 @@ SCRIPT = REPOSITORY_ROOT / "examples" / "python_api.py"
 PROGRAM = """
 import runpy, shutil, sys
 from pathlib import Path
-from megatron_ladder.api import TextGenerator, training
+from megatron_ladder.api import TextGenerator, open_training, training
 from megatron_ladder.errors import BadNumbersError, UserError
 
 script, corpus, folder = sys.argv[1:]
@@ -58,7 +58,7 @@ for layout in {}, {"offload_optimizer": "cpu"}, {"zero_stage": 3}:
         run.save()
         print(">", run.score([([1], [0])])[0].is_greedy, run.generate([[1]], 2))
         run.step()
-        attempt(training(**files, **sizes, **limits).__enter__)
+        attempt(open_training, **files, **sizes, **limits)
         print(">", round(run.evaluate("held"), 3))
 gone = Path(folder + "_gone")
 with training(**files, **sizes, **limits, save=gone) as run:
@@ -76,12 +76,12 @@ print(">", len(one.logprobs))
 
 
 HAS_GROUPS = (
-    "{}: this process has process groups already: end the training() block, inside which run.generate and run.score "
-    "use its model, or close() the TextGenerator, or destroy the groups"
+    "{}: this process has process groups already: close() the run, whose model run.generate and run.score use, or the "
+    "TextGenerator, or destroy the groups"
 )
 RANKS = """
 import os, sys
-from megatron_ladder.api import TextGenerator, training
+from megatron_ladder.api import TextGenerator, open_training, training
 from megatron_ladder.errors import UserError
 
 prefix, save = sys.argv[1:]
@@ -100,7 +100,7 @@ def attempt(call, *values, **more):
 with training(**flags, save=save) as run:
     run.step()
     run.save()
-    attempt(training(**flags).__enter__)
+    attempt(open_training, **flags)
     attempt(TextGenerator, save)
     scores, ids = run.score([("ab", "c")]), run.generate([[97]], 2)
 for call in run.step, run.evaluate, run.save:
@@ -109,19 +109,22 @@ attempt(run.score, [])
 attempt(run.generate, [], 1)
 generator = TextGenerator(save)
 attempt(TextGenerator, save)
-attempt(training(**flags).__enter__)
+attempt(open_training, **flags)
 (same,) = generator.score([("ab", "c")])
 assert abs(same.logprob - scores[0].logprob) < 1e-4 and same.is_greedy == scores[0].is_greedy
 attempt(lambda: list(generator.generate("a", max_new_tokens=2, temperature=0)[0].ids) == ids[0])
 generator.close()
 attempt(generator.generate, "a")
 attempt(generator.score, [])
-with training(**flags) as run:
-    attempt(lambda: run.step().skipped)
-    generator.close()
-    attempt(lambda: run.step().skipped)
-again = TextGenerator(save)
-again.close()
+run = open_training(**flags)
+attempt(lambda: run.step().skipped)
+generator.close()
+attempt(lambda: run.step().skipped)
+run.close()
+run.close()
+with TextGenerator(save) as again:
+    pass
+attempt(again.score, [])
 """
 """Opens runs and generators on two ranks, one inside of the other and one after the other."""
 
@@ -165,7 +168,7 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "a row, as many as --max-consecutive-bad-steps allows",
         *[
             "True [[0, 0]]",
-            HAS_GROUPS.format("training"),
+            HAS_GROUPS.format("open_training"),
             UNIFORM,
         ]
         * 3,
@@ -192,7 +195,7 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
     with pytest.raises(UserError) as caught, training(num_layers=0, hiden_size=8, tp=3, train_iters=1, lr=1e-3):
         raise AssertionError
     assert {
-        "hiden_size is not a keyword of training(): did you mean hidden_size?",
+        "hiden_size is not a keyword of open_training(): did you mean hidden_size?",
         "num_layers 0: expected 1 to 100000",
     } <= {*caught.value.messages}
     assert "--" not in str(caught.value)
@@ -231,18 +234,92 @@ def test_runs_and_generators_on_ranks_are_open_one_at_a_time(tmp_path: Path) -> 
     launcher = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
     done = run_command([*launcher, tmp_path / "ranks.py", prefix, tmp_path / "save"], timeout=120)
     assert done.returncode == 0, done.stderr
-    fix = "inside the block, or give a checkpoint of the run to TextGenerator or to another training(load=...)"
-    ended = "{0}: the run has ended with its `with` block: call run.{0}() " + fix
+    ended = (
+        "{0}: the run is closed: call run.{0}() before it is, or give a checkpoint of the run to TextGenerator or to "
+        "open_training(load=...)"
+    )
     closed = "{}: the process groups of this TextGenerator have ended: open another one"
     assert [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")] == [
-        *map(HAS_GROUPS.format, ("training", "TextGenerator")),
+        *map(HAS_GROUPS.format, ("open_training", "TextGenerator")),
         *map(ended.format, ("step", "evaluate", "save", "score", "generate")),
-        *map(HAS_GROUPS.format, ("TextGenerator", "training")),
+        *map(HAS_GROUPS.format, ("TextGenerator", "open_training")),
         "True",
         *map(closed.format, ("generate", "score")),
         "False",
         "False",
+        closed.format("score"),
     ]
+
+
+CELLS = """
+import code, json, os, signal, sys
+import torch.distributed as dist
+from megatron_ladder.api import open_training
+from megatron_ladder.errors import UserError
+
+prefix, folder = sys.argv[1:]
+sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "micro_batch_size": 1}
+files = {"data_path": prefix, "split": "1", "tokenizer_type": "ByteTokenizer", "vocab_size": 257}
+flags = {**sizes, **files, "train_iters": 9, "lr": 1e-2}
+with open_training(**flags) as run:
+    expected = [run.step().loss for _ in range(4)]
+
+def interrupting(run, times):
+    # Sends Ctrl-C from inside of the next step.
+    def send(*_):
+        hook.remove()
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+    hook = run.model.register_forward_pre_hook(send)
+
+def stops():
+    events = map(json.loads, open(folder + "/run.jsonl"))
+    return [event["reason"] for event in events if event["event"] == "stop"]
+
+class Notebook(code.InteractiveInterpreter):
+    def showtraceback(self):
+        print(">", *sys.exc_info()[:2])
+    def cell(self, *lines):
+        try:
+            self.runcode(compile("\\n".join(lines), "cell", "exec"))
+        except KeyboardInterrupt:
+            self.showtraceback()
+
+notebook = Notebook(globals())
+notebook.cell("run = open_training(**flags, save=folder)", "losses = [run.step().loss]", "run.save()")
+notebook.cell("run = open_training(**flags)")
+notebook.cell("interrupting(run, 1)", "run.step()")
+notebook.cell("print('>', run.iteration)", "losses += [None, run.step().loss, run.step().loss]")
+notebook.cell("interrupting(run, 2)", "run.step()")
+notebook.cell("run.save()")
+notebook.cell("run.close()", "run.close()", "print('>', stops())")
+notebook.cell("run = open_training(**flags, save=folder, load=folder)", "print('>', run.step().loss == expected[1])")
+notebook.cell("run = None", "print('>', dist.is_initialized(), stops())")
+notebook.cell("run = open_training(**flags, save=folder, load=folder)", "print('>', run.step().loss == expected[1])")
+print(">", [loss is None or loss == same for loss, same in zip(losses, expected)])
+"""
+"""Cells of a notebook, each of which may fail without ending the others."""
+
+
+def test_a_run_stays_open_over_the_cells_of_a_notebook(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens", 256)
+    done = run_command([sys.executable, "-c", CELLS, prefix, tmp_path / "save"], timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")] == [
+        f"{UserError} {HAS_GROUPS.format('open_training')}",
+        f"{KeyboardInterrupt} ",
+        "2",
+        f"{KeyboardInterrupt} ",
+        f"{UserError} save: KeyboardInterrupt ended step 5 halfway, so its weights may be wrong: close() the run, and "
+        "continue from its last checkpoint with open_training(load=...)",
+        "[]",
+        "True",
+        "False ['ResourceWarning: the program dropped the run without close()']",
+        "True",
+        "[True, True, True, True]",
+    ]
+    last = (tmp_path / "save" / "run.jsonl").read_text().splitlines()[-1]
+    assert "dropped the run without close()" in last, "the end of the program closes it"
 
 
 def merging_tokenizer(path: Path) -> Path:
