@@ -44,6 +44,7 @@ class CommGroup:
         size: number of ranks.
         ranks: global ranks.
         process_group: torch's group; None for one rank without torch.distributed.
+        descending: torch's group of messages to lower ranks: `process_group` if it is not given.
         awaited: global rank of the other end of the transfer that this rank waits for, if any.
         transferred: number of transfers that this rank has waited for.
     """
@@ -51,11 +52,18 @@ class CommGroup:
     awaited: int | None = None
     transferred = 0
 
-    def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: dist.ProcessGroup | None,
+        descending: dist.ProcessGroup | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
         self.process_group = process_group
+        self.descending = descending or process_group
 
     @staticmethod
     def alone() -> "CommGroup":
@@ -95,13 +103,16 @@ class CommGroup:
     def start_send(self, tensor: Tensor, target: int) -> Work:
         """Start to send `tensor` (contiguous, any shape) to the group's rank `target`.
 
-        All transfers between two ranks must start in the same order on both.
+        The messages from one rank to another must start in the same order on both. With a separate group for messages
+        to lower ranks, they may start in any order among those in the other direction; otherwise in the same, too.
         """
-        return _Transfer(self, target, dist.isend(tensor, group=self.process_group, group_dst=target))
+        process_group = self.process_group if self.rank < target else self.descending
+        return _Transfer(self, target, dist.isend(tensor, group=process_group, group_dst=target))
 
     def start_receive(self, into: Tensor, source: int) -> Work:
         """Start to receive the tensor that the group's rank `source` sends."""
-        return _Transfer(self, source, dist.irecv(into, group=self.process_group, group_src=source))
+        process_group = self.process_group if source < self.rank else self.descending
+        return _Transfer(self, source, dist.irecv(into, group=process_group, group_src=source))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `tensor` in place and return it."""

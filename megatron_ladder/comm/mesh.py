@@ -7,10 +7,19 @@ Every group has a separate communicator. Collectives of several communicators mu
 ranks that share them; otherwise two ranks may each wait in a collective that the other has not started. The order is
 the same because the one thread that runs the model at that time (autograd's during backward) issues all of them in
 program order, and all ranks of a stage run the same program.
+
+NCCL runs the messages between two ranks one after the other, in the order in which both start them, and each waits for
+both ends. So messages to higher and to lower ranks have a group each: a rank that has started to receive can still send
+in the other direction. NCCL creates the communicator of two ranks with their first message, for which the host of one
+waits for that of the other, so `ProcessMesh.build` exchanges it, instead of the middle of the first step.
+
+No process group is bound to a device (`device_id` of torch's functions): then one communicator, and one stream, would
+carry all messages of a rank, and each would wait for those with other ranks before it.
 """
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +40,7 @@ class ProcessMesh:
     data: CommGroup
     """Ranks that hold the same slices, and process different samples."""
     pipeline: CommGroup
-    """Ranks that hold the same slices of successive ranges of layers."""
+    """Ranks that hold the same slices of successive ranges of layers; messages in both directions are independent."""
     model: CommGroup
     """Ranks that together hold one model: tensor x pipeline."""
     kv_replica: CommGroup
@@ -71,14 +80,18 @@ class ProcessMesh:
         timeout: timedelta | None = None,
         sequence_parallel: bool = False,
         tp_comm_max_ctas: int = 0,
+        chunks: int = 1,
+        device: torch.device | None = None,
     ) -> "ProcessMesh":
         """Create the groups; every rank of the default process group must make the same call.
 
         Args:
             kv_replicas: number of tensor-parallel ranks that share a key and value head.
             timeout: of every collective; the default is torch's.
-            tp_comm_max_ctas: maximum of multiprocessors per collective of the tensor- and data-parallel groups on a
-                GPU; 0 leaves it to NCCL.
+            tp_comm_max_ctas: maximum of multiprocessors per collective or message of the tensor-parallel,
+                data-parallel and pipeline groups on a GPU; 0 leaves it to NCCL.
+            chunks: number of ranges of layers of a pipeline stage; with several, the last stage sends to the first.
+            device: that of this rank's messages; the CPU by default.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
@@ -88,35 +101,58 @@ class ProcessMesh:
             process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
         alone = CommGroup([rank], 0, process_group)
 
-        def group_of(rows: torch.Tensor, name: str) -> CommGroup:
+        def new_group(row: list[int], name: str, overlaps: bool) -> dist.ProcessGroup:
+            options = _overlapped_group_options(tp_comm_max_ctas, timeout) if overlaps else None
+            return dist.new_group(row, timeout, pg_options=options, group_desc=name)
+
+        def group_of(rows: torch.Tensor, name: str, overlaps: bool = False, both_directions: bool = False) -> CommGroup:
             """Create a process group from each row of `rows`, and return the one that contains this rank."""
             mine = alone
             for row in rows.tolist() if rows.shape[1] > 1 else ():
-                overlaps = name in ("tensor", "data")
-                options = _overlapped_group_options(tp_comm_max_ctas, timeout) if overlaps else None
-                process_group = dist.new_group(row, timeout, pg_options=options, group_desc=name)
+                process_group = new_group(row, name, overlaps)
+                descending = new_group(row, f"{name}, descending", overlaps) if both_directions else None
                 if rank in row:
-                    mine = CommGroup(row, row.index(rank), process_group)
+                    mine = CommGroup(row, row.index(rank), process_group, descending)
             return mine
 
         pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
-        pipeline = group_of(pipelines, "pipeline")
-        return ProcessMesh(
+        pipeline = group_of(pipelines, "pipeline", overlaps=True, both_directions=True)
+        mesh = ProcessMesh(
             world=CommGroup(range(world_size), rank, dist.group.WORLD),
             ends=group_of(pipelines[:, [0, -1]], "ends") if pipeline_parallel > 2 else pipeline,
-            tensor=group_of(grid.reshape(-1, tensor_parallel), "tensor"),
-            data=group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data"),
+            tensor=group_of(grid.reshape(-1, tensor_parallel), "tensor", overlaps=True),
+            data=group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data", overlaps=True),
             pipeline=pipeline,
             model=group_of(grid.transpose(0, 1).reshape(grid.shape[1], -1), "model"),
             kv_replica=group_of(grid.reshape(-1, kv_replicas), "kv_replica"),
             sequence_parallel=sequence_parallel,
         )
+        _exchange_first_messages(pipeline, chunks, device)
+        return mesh
 
     def describe(self) -> str:
         """Return a description of the grid for the log."""
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
+
+
+def _exchange_first_messages(pipeline: CommGroup, chunks: int, device: torch.device | None) -> None:
+    """Exchange a message in each direction between the ranks that a step exchanges messages with.
+
+    All ranks follow one order of the pairs, so they cannot wait in a circle. Pairs whose lower rank is even come first:
+    they share no rank, so all of them connect at the same time, and then the others do.
+    """
+    pairs = [*pairwise(range(pipeline.size))]
+    if chunks > 1 and pipeline.size > 2:
+        pairs.append((0, pipeline.size - 1))
+    message = torch.zeros(1, device=device)
+    for lower, higher in sorted(pairs, key=lambda pair: pair[0] % 2):
+        for source, target in ((lower, higher), (higher, lower)):
+            if pipeline.rank == source:
+                pipeline.start_send(message, target).wait()
+            elif pipeline.rank == target:
+                pipeline.start_receive(message, source).wait()
 
 
 def _overlapped_group_options(max_ctas: int, timeout: timedelta | None) -> Any:

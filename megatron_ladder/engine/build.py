@@ -35,8 +35,8 @@ def start_deepspeed(rank_info: RankInfo, device: torch.device) -> None:
     adopt_process_group()
 
 
-def build_mesh(run: RunConfig) -> ProcessMesh:
-    """Return the process mesh of a run, in the default process group."""
+def build_mesh(run: RunConfig, device: torch.device) -> ProcessMesh:
+    """Return the process mesh of a run on this rank's device, in the default process group."""
     tensor_parallel = run.parallel.tensor_model_parallel_size
     return ProcessMesh.build(
         tensor_parallel,
@@ -45,6 +45,8 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
         timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
         sequence_parallel=run.parallel.sequence_parallel,
         tp_comm_max_ctas=run.parallel.tp_comm_max_ctas,
+        chunks=run.chunks,
+        device=device,
     )
 
 

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
@@ -122,8 +123,9 @@ class DeepSpeedEngine(Engine):
         loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales, **options)
         return loss
 
-    def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
-        self.wrapped.backward(leaving * self._mesh.data.size, scale_wrt_gas=False)
+    def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:
+        assert isinstance(end, Tensor), "there are no pipeline stages"
+        self.wrapped.backward(end * self._mesh.data.size, scale_wrt_gas=False)
         self.optimizer.count_pass()
 
 

@@ -1,11 +1,13 @@
 """Passes over this rank's layers, in the order of its schedule."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -51,20 +53,34 @@ class Engine:
         pipeline, chunks = self._mesh.pipeline, self._model.chunks
         slots = make_schedule(pipeline.size, chunks, len(micro_batches), trains)[pipeline.rank]
         outputs: list[Tensor] = []
+        graphs: dict[Pass, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        """For each backward pass, the state that entered the chunk, and where its graph ends."""
 
-        def forward(work: Pass, entering: Tensor | None) -> Tensor:
+        def run_pass(work: Pass, received: Tensor | None) -> Tensor | None:
+            if not work.is_forward:
+                entered, end = graphs.pop(work)
+                self.backward(end, received)
+                return None if entered is None else entered.grad
+            if received is not None:
+                received.requires_grad_(trains)
             batch = micro_batches[work.micro_batch]
-            leaving = self.forward(batch, entering=entering, chunk=work.chunk, **options)
-            if self._model.ends_in(work.chunk):
+            leaving = self.forward(batch, entering=received, chunk=work.chunk, **options)
+            ends = self._model.ends_in(work.chunk)
+            if ends:
                 outputs.append(leaving.detach())
-            return leaving
+            if trains:
+                # Not the state itself, which is freed when it has been sent.
+                graphs[work._replace(is_forward=False)] = received, leaving if ends else get_gradient_edge(leaving)
+            return leaving.detach()
 
         def allocate(work: Pass) -> Tensor:
-            return self._model.allocate_state(micro_batches[work.micro_batch][0], work.chunk)
+            tokens = micro_batches[work.micro_batch][0]
+            return self._model.allocate_state(tokens, work.chunk, leaves=not work.is_forward)
 
         clock = PassClock(self._device.type == "cuda")
+        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         with torch.set_grad_enabled(trains):
-            run_schedule(slots, pipeline, forward, self.backward if trains else None, allocate, clock)
+            run_schedule(slots, pipeline, run_pass, allocate, clock, receives_early=not blocks)
         if trains:
             self.clock = clock
         return outputs
@@ -74,9 +90,9 @@ class Engine:
         leaving: Tensor = self._model(*batch_to_device(batch, self._device), **options)
         return leaving
 
-    def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
-        """Run backward from what `forward` returned, with its gradient, or None for the loss."""
-        leaving.backward(gradient)
+    def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:
+        """Run backward from the loss, or from the end of a graph with the gradient of its state."""
+        torch.autograd.backward(end, gradient)
 
     @contextmanager
     def keeping_frozen(self) -> Iterator[None]:

@@ -12,10 +12,21 @@ forward pass of micro-batch 2, `2'` its backward pass):
 A rank that is r stages before the last one has at most r + 1 micro-batches in flight, however many there are. With
 several chunks per rank, the states travel through the ranks once per chunk.
 
-No rank can wait for another in a circle, whatever the backend: all ranks start their sends and receives in one order,
-by slot, sender and receiver. So they need no batches, in which NCCL would make all transfers of a rank wait for each
-other, and all ranks of the group enter the first one. A receive is waited for before the pass that reads it, a send
-after the pass of the next slot, so both run under computation, and at most one slot's sends are in flight.
+A rank starts the receives of a slot before its pass, and the sends after it. A receive is waited for before the pass
+that reads it, a send after the pass of the next slot, so both run under computation, and at most one slot's sends are
+in flight. Rank 1 in slots 4 and 5 (`>`: starts, `.`: waits for):
+
+    > receive 3 of rank 0,  . 1' of slot 3,  [pass 1'],  . send of slot 3,  > send 1' to rank 0
+    > receive 2' of rank 2, . 3 of slot 4,   [pass 3],   . send 1',         > send 3 to rank 2
+
+No rank can wait for another in a circle, even if a message moves only when both ranks have started it and after the
+earlier messages of the same ranks in the same direction, as with NCCL: what a rank does in a slot waits for messages of
+earlier slots only. This needs a group for each direction, because rank 1 has started to receive from rank 2 when it
+sends to it. It needs no batches, in which NCCL would make all transfers of a rank wait for each other.
+
+If the host waits for what it starts (CUDA_LAUNCH_BLOCKING=1), no receive may start before the pass, because the other
+rank may be waiting for a receive, too. Then all ranks start their sends and receives after the passes in one order, by
+slot, sender and receiver.
 """
 
 import time
@@ -140,61 +151,58 @@ class PassClock:
         return sum(times[1::2]) - sum(times[::2]), times[-1] - times[0] if times else 0.0
 
 
-Forward = Callable[[Pass, Tensor | None], Tensor]
-"""Maps the state that enters a chunk, None for the token ids, to the one that leaves it, or to the loss."""
-Backward = Callable[[Tensor, Tensor | None], None]
-"""Runs backward from what a forward pass returned, with its gradient, or None for the loss."""
+RunPass = Callable[[Pass, Tensor | None], Tensor | None]
+"""Runs a pass with what it receives, None at the ends of the model, and returns what it sends, if anything: a forward
+pass maps the state that enters a chunk to the one that leaves it, a backward pass their gradients the other way.
+
+The result is read until the rank's pass of the next slot has ended."""
+Allocate = Callable[[Pass], Tensor]
+"""Returns the buffer of what a pass receives. It is written from before the pass of the slot at whose end the message
+is sent until the pass that receives it begins."""
 
 
 def run_schedule(
     slots: Sequence[Slot],
     pipeline: CommGroup,
-    forward: Forward,
-    backward: Backward | None,
-    allocate: Callable[[Pass], Tensor],
+    run_pass: RunPass,
+    allocate: Allocate,
     clock: PassClock,
+    receives_early: bool = True,
 ) -> None:
-    """Run this rank's slots; `allocate` returns a buffer for the state that enters a forward pass.
+    """Run this rank's slots. The clock must be new.
 
-    Without `backward`, all passes of the slots are forward passes. The clock must be new.
+    Nothing is kept of what has been sent. Without `receives_early`, sends and receives start in the order for launches
+    that block.
     """
     clock.mark()
-    entered: dict[tuple[int, int], Tensor | None] = {}
-    left: dict[tuple[int, int], Tensor] = {}
     arriving: dict[Pass, tuple[Tensor, Work]] = {}
-    sent: list[tuple[Tensor, Work]] = []
+    sending: tuple[Tensor, Work] | None = None
+
+    def start_receive(transfer: Transfer) -> None:
+        buffer = allocate(transfer.read_by)
+        arriving[transfer.read_by] = buffer, pipeline.start_receive(buffer, transfer.source)
+
+    def wait_for(in_flight: tuple[Tensor, Work] | None) -> Tensor | None:
+        if in_flight is None:
+            return None
+        clock.mark()
+        in_flight[1].wait()
+        clock.mark()
+        return in_flight[0]
+
     for work, transfers in slots:
-        result: Tensor | None = None
-        if work is not None:
-            received, in_flight = arriving.pop(work, (None, None))
-            if in_flight is not None:
-                clock.mark()
-                in_flight.wait()
-                clock.mark()
-            key = work.chunk, work.micro_batch
-            if work.is_forward:
-                if received is not None and backward is not None:
-                    received.requires_grad_()
-                result = forward(work, received)
-                if backward is not None:
-                    entered[key], left[key] = received, result
-            else:
-                assert backward is not None
-                backward(left.pop(key), received)
-                entering = entered.pop(key)
-                result = None if entering is None else entering.grad
-        if sent:
-            clock.mark()
-            for _, in_flight in sent:
-                in_flight.wait()
-            clock.mark()
-            sent.clear()
+        receives = [transfer for transfer in transfers if transfer.target == pipeline.rank]
+        if receives_early:
+            for transfer in receives:
+                start_receive(transfer)
+        result = None if work is None else run_pass(work, wait_for(arriving.pop(work, None)))
+        wait_for(sending)
+        sending = None
         for transfer in transfers:
             if transfer.source == pipeline.rank:
                 assert result is not None
-                sent.append((result, pipeline.start_send(result.detach(), transfer.target)))
-                continue
-            read_by = transfer.read_by
-            buffer = allocate(read_by) if read_by.is_forward else torch.empty_like(left[read_by[1:]])
-            arriving[read_by] = buffer, pipeline.start_receive(buffer, transfer.source)
+                sending = result, pipeline.start_send(result, transfer.target)
+            elif not receives_early:
+                start_receive(transfer)
+    wait_for(sending)
     clock.mark()

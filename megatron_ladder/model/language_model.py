@@ -188,10 +188,11 @@ class LanguageModel(nn.Module):
         """Return whether a chunk is the model's last one, which returns losses."""
         return self.is_last and chunk == self.chunks - 1
 
-    def allocate_state(self, tokens: Tensor, chunk: int) -> Tensor:
-        """Return a buffer for the state that enters a chunk with these token ids [b, s]."""
+    def allocate_state(self, tokens: Tensor, chunk: int, leaves: bool = False) -> Tensor:
+        """Return a buffer for the state that enters, or leaves, a chunk with these token ids [b, s]."""
         rows, length = tokens.shape
-        shape = self.stack.slots_in(chunk), length // self.stack.layout.shards, rows, self.config.hidden_size
+        slots = self.stack.slots_out(chunk) if leaves else self.stack.slots_in(chunk)
+        shape = slots, length // self.stack.layout.shards, rows, self.config.hidden_size
         return next(self.stack.parameters()).new_empty(shape)
 
     def _with_losses_of_bodies(self, x: Tensor, context: SequenceContext, scale: Tensor | float) -> Tensor:

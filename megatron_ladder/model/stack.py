@@ -142,7 +142,14 @@ class TransformerStack(nn.Module):
 
     def slots_in(self, chunk: int) -> int:
         """Number of slots of the state that enters a chunk: the stream, and the parts of the missing outputs."""
-        return 1 + len(self.plan.missing(self._firsts[chunk])) * self._parts
+        return self._slots_before(self._firsts[chunk])
+
+    def slots_out(self, chunk: int) -> int:
+        """Number of slots of the state that leaves a chunk."""
+        return self._slots_before(self._firsts[chunk] + len(self._steps[chunk]))
+
+    def _slots_before(self, sub_block: int) -> int:
+        return 1 + len(self.plan.missing(sub_block)) * self._parts
 
     def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> Tensor:
         """Map the state that enters a chunk to the one that leaves it."""

@@ -75,7 +75,7 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     device = start_process_group(rank_info, timeout_minutes, _shared_settings(inputs, rank_info), peers)
     if run.needs_deepspeed:
         start_deepspeed(rank_info, device)
-    mesh, span = named_for_profiler(run, build_mesh(run))
+    mesh, span = named_for_profiler(run, build_mesh(run, device))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
     teacher = inputs.teacher

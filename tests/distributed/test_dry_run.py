@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     assert report.count("the host waits") == 2, report
     assert report.count("the host waits for the device once in a step, in engine/state.py: gradient_norm") == 2
     assert "built 6 of them, and ran 2 steps of 3 of the 32 micro-batches" in report
-    assert "launches of 8 ranks in 13 communicators match" in report
+    assert "launches of 8 ranks in 17 communicators match" in report
 
 
 def test_memory_of_interleaved_chunks_is_that_of_the_planner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,12 +20,18 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
 from tests.helpers.pool import GlooPools
 from tests.helpers.schedules import played_seconds
+from tests.helpers.sharded import mesh_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def everyone() -> CommGroup:
     return CommGroup(range(dist.get_world_size()), dist.get_rank(), dist.group.WORLD)
+
+
+def all_stages() -> CommGroup:
+    """Return all ranks as pipeline stages, whose messages in both directions are independent."""
+    return mesh_of(1, pipeline_parallel=dist.get_world_size()).pipeline
 
 
 class Timing(NamedTuple):
@@ -148,7 +154,7 @@ def random_messages(seed: int, count: int, serial: bool) -> tuple[list[bool], li
         source, target, launched = flying.pop(number)
         timings[number] = source, target, finish(launched)
 
-    with closing(EmulatedLink(everyone(), 20e-6, 1e-9, serial=serial)) as link:
+    with closing(EmulatedLink(all_stages(), 20e-6, 1e-9, serial=serial)) as link:
         for number in range(count):
             source, target = common.sample(range(dist.get_world_size()), 2)
             sent = torch.randn(common.choice([1, 1000, 40_000]), generator=torch.Generator().manual_seed(number))
@@ -171,10 +177,10 @@ def random_messages(seed: int, count: int, serial: bool) -> tuple[list[bool], li
 
 @pytest.mark.parametrize(("world", "serial"), [(2, True), (3, False), (3, True)])
 def test_messages_arrive_and_their_ends_follow_the_rule(gloo_pools: GlooPools, world: int, serial: bool) -> None:
-    results = gloo_pools(world).run(random_messages, seed=world + serial, count=90, serial=serial)
+    results = gloo_pools(world).run(random_messages, seed=world + serial, count=120, serial=serial)
     assert all(all(arrived) for arrived, _ in results)
-    for pair in itertools.combinations(range(world), 2):
-        ends = [[timing for *ranks, timing in results[rank][1] if {*ranks} == {*pair}] for rank in pair]
+    for pair in itertools.permutations(range(world), 2):
+        ends = [[timing for *ranks, timing in results[rank][1] if (*ranks,) == pair] for rank in pair]
         assert len(ends[0]) == len(ends[1]) > 10
         assert_rule(ends, serial)
 
@@ -189,21 +195,17 @@ def pipeline_steps(chunks: int, count: int, latency: float) -> list[tuple[float,
     def sleep(seconds: float) -> None:
         time.sleep(seconds / chunks)
 
-    def forward(work: Pass, entering: Tensor | None) -> Tensor:
-        sleep(FORWARD)
-        return torch.ones(3, requires_grad=True) if entering is None else 2 * entering
-
-    def backward(leaving: Tensor, gradient: Tensor | None) -> None:
-        sleep(BACKWARD)
-        (leaving.sum() if gradient is None else leaving).backward(gradient)
+    def run_pass(work: Pass, received: Tensor | None) -> Tensor:
+        sleep(FORWARD if work.is_forward else BACKWARD)
+        return torch.ones(3)
 
     results = []
-    with closing(EmulatedLink(everyone(), latency)) as link:
+    with closing(EmulatedLink(all_stages(), latency)) as link:
         slots = make_schedule(link.size, chunks, count)[link.rank]
         for _ in range(4):
             clock = PassClock(is_cuda=False)
             link.barrier()
-            run_schedule(slots, link, forward, backward, lambda work: torch.empty(3), clock)
+            run_schedule(slots, link, run_pass, lambda work: torch.empty(3), clock)
             results.append(clock.seconds())
     return results
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -218,7 +219,7 @@ class Checker(TorchDispatchMode):
         self._freed[new.pool] = waiting
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        ends = [tensors] if isinstance(tensors, Tensor) else tensors
+        ends = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
         roots = [end.grad_fn if isinstance(end, Tensor) else end.node for end in ends]
         caller, leaves, handles = self.current, set[Stream](), []
         for root in roots:
@@ -343,21 +344,22 @@ class _Work:
 class PlayedNccl(CommGroup):
     """A group whose other ranks hold the same values, and which keeps tensors until they are waited for.
 
-    It has a stream for collectives, and one for the messages of each pair, as each pair has a communicator.
+    It has a stream for collectives, one for the messages to each peer and one for those from it, as each pair has a
+    communicator in the group of each direction.
     """
 
     def __init__(self, size: int, checker: Checker) -> None:
         super().__init__(range(size), 0, None)
         self.checker = checker
         self._stream = checker.new_stream()
-        self._pair_streams: dict[int, Stream] = {}
+        self._message_streams: dict[tuple[str, int], Stream] = {}
 
     def _start(self, name: str, reads: list[Tensor], writes: list[Tensor], peer: int | None = None) -> _Work:
         stream = self._stream
         if peer is not None:
-            if peer not in self._pair_streams:
-                self._pair_streams[peer] = self.checker.new_stream()
-            stream = self._pair_streams[peer]
+            if (name, peer) not in self._message_streams:
+                self._message_streams[name, peer] = self.checker.new_stream()
+            stream = self._message_streams[name, peer]
         stream.wait_stream(self.checker.current)
         self.checker.run_kernel(name, reads, writes, stream)
         return _Work(self.checker, stream.record_event(), [*reads, *writes])

@@ -1,8 +1,13 @@
 """CUDA groups: NCCL options and shared memory, tested without a GPU."""
 
+import itertools
 import os
 import socket
+from collections import Counter, deque
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+import megatron_ladder
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
@@ -61,6 +67,13 @@ def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("--deterministic-mode") == ["^NVLS,NVLSTree", "1", "2000"]
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     assert settings("--deterministic-mode")[0] == "Ring"
+
+
+def test_no_process_group_is_bound_to_a_device() -> None:
+    """One stream would carry all messages of a rank, each of which would wait for those with other ranks before it."""
+    sources = {path: path.read_text(encoding="utf-8") for path in Path(megatron_ladder.__file__).parent.rglob("*.py")}
+    assert any("new_group(" in source for source in sources.values())
+    assert [path for path, source in sources.items() if "device_id=" in source] == []
 
 
 def join_by_nvlink(monkeypatch: pytest.MonkeyPatch, gpus: set[int]) -> None:
@@ -237,33 +250,95 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     assert select_all_reduce("symmetric", alone, CPU, torch.float32, True) is alone
 
 
-def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[tuple[int, ...], Any]] = []
+class FakeGroup:
+    """A process group that carries nothing.
 
-    def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
-        made.append((tuple(ranks), pg_options))
-        return object()
+    Attributes:
+        messages: the number of each message among all of the rank, and its ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], options: Any) -> None:
+        self.ranks, self.options = tuple(ranks), options
+        self.messages: list[tuple[int, tuple[int, int]]] = []
+
+
+def fake_groups(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> list[FakeGroup]:
+    """Make one process a rank whose groups carry nothing; return the groups that it creates."""
+    made: list[FakeGroup] = []
+    numbers = itertools.count()
+
+    def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> FakeGroup:
+        made.append(FakeGroup(ranks, pg_options))
+        return made[-1]
+
+    def send(tensor: torch.Tensor, group: FakeGroup, group_dst: int) -> Mock:
+        group.messages.append((next(numbers), (group.ranks.index(rank), group_dst)))
+        return Mock()
+
+    def receive(tensor: torch.Tensor, group: FakeGroup, group_src: int) -> Mock:
+        group.messages.append((next(numbers), (group_src, group.ranks.index(rank))))
+        return Mock()
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=nccl_options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "isend", send)
+    monkeypatch.setattr(dist, "irecv", receive)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    return made
+
+
+def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_groups(monkeypatch, rank=5, world_size=8)
     minute = timedelta(minutes=1)
     mesh = ProcessMesh.build(2, 2, timeout=minute, tp_comm_max_ctas=8)
-    with_options = {ranks: options for ranks, options in made if options is not None}
-    assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7)]
-    assert len({id(options) for options in with_options.values()}) == 8, "torch writes to a group's options"
-    for options in with_options.values():
+    with_options = [group for group in made if group.options is not None]
+    pipelines = [(0, 4), (0, 4), (1, 5), (1, 5), (2, 6), (2, 6), (3, 7), (3, 7)]
+    tensor_and_data = [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [group.ranks for group in with_options] == [*pipelines, *tensor_and_data]
+    assert len({id(group.options) for group in with_options}) == 16, "torch writes to a group's options"
+    for group in with_options:
+        options = group.options
         assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 8, minute)
     groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
     assert [group.ranks for group in groups] == [(4, 5), (5, 7), (1, 5), (0, 1, 4, 5)]
-    assert len({id(group.process_group) for group in groups}) == 4, "separate communicators"
+    process_groups = [mesh.pipeline.descending, *(group.process_group for group in groups)]
+    assert len({id(group) for group in process_groups}) == 5, "separate communicators"
     made.clear()
     ProcessMesh.build(2, 2)
-    (unbounded, *_) = (options for _, options in made if options is not None)
+    (unbounded, *_) = (group.options for group in made if group.options is not None)
     assert (unbounded.config.max_ctas, unbounded._timeout) == (None, None)
     made.clear()
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     ProcessMesh.build(2, 2, timeout=minute, tp_comm_max_ctas=8)
-    assert made and not any(options for _, options in made)
+    assert made and not any(group.options for group in made)
+
+
+@pytest.mark.parametrize(("chunks", "closes_ring"), [(1, False), (2, True)])
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+def test_communicators_of_pairs_are_created_with_the_groups(
+    monkeypatch: pytest.MonkeyPatch, stages: int, chunks: int, closes_ring: bool
+) -> None:
+    """Each rank waits in each message until the other rank has arrived, as NCCL does when it creates a communicator."""
+    lines = []
+    for rank in range(stages):
+        with monkeypatch.context() as patch:
+            made = fake_groups(patch, rank, stages)
+            mesh = ProcessMesh.build(1, stages, chunks=chunks)
+            ascending, descending = mesh.pipeline.process_group, mesh.pipeline.descending
+            messages = [message for group in made for message in group.messages]
+        lines.append(deque(pair for _, pair in sorted(messages)))
+        assert {ascending, descending} >= {group for group in made if group.messages}
+        assert all(source < target for _, (source, target) in ascending.messages)
+        assert all(source > target for _, (source, target) in descending.messages)
+    neighbours = {*pairwise(range(stages))} | ({(0, stages - 1)} if closes_ring else set())
+    found = set()
+    while any(lines):
+        heads = Counter(line[0] for line in lines if line)
+        meeting = [pair for pair, count in heads.items() if count == 2]
+        assert meeting, "ranks wait in a circle"
+        for source, target in meeting:
+            assert lines[source].popleft() == lines[target].popleft() == (source, target)
+        found.update(meeting)
+    assert found == {pair for lower, higher in neighbours for pair in ((lower, higher), (higher, lower))}

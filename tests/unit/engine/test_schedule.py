@@ -139,41 +139,67 @@ class _Wait:
         self.wait = wait
 
 
-def run_threads(stages: int, chunks: int, count: int, trains: bool = True) -> tuple[list[Tensor], Tensor, list[int]]:
+class Alive:
+    """Counts tensors in memory.
+
+    Attributes:
+        most: the most of them at once.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive: set[int] = set()
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self._alive.add(id(tensor))
+        self.most = max(self.most, len(self._alive))
+        weakref.finalize(tensor, self._alive.discard, id(tensor))
+        return tensor
+
+
+def run_threads(
+    stages: int, chunks: int, count: int, trains: bool = True, early: bool = True
+) -> tuple[list[Tensor], Tensor, list[int], list[int]]:
     """Run a chain of layers, one per chunk of each rank; return losses, the gradients of the layers, and per rank the
-    most states in memory."""
+    most states and gradients in memory at once that it has received, and those that it has sent."""
     pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b]
     queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in pairs}
-    weights = [(torch.arange(3.0) + 1 + 0.1 * number).requires_grad_() for number in range(stages * chunks)]
+    weights = [torch.arange(3.0) + 1 + 0.1 * number for number in range(stages * chunks)]
     schedule = make_schedule(stages, chunks, count, trains)
     losses: list[Tensor] = []
-    most, errors = [0] * stages, list[BaseException]()
+    gradients = torch.zeros(stages * chunks, 3)
+    received_tensors, sent_tensors = ([Alive() for _ in range(stages)] for _ in "rs")
+    errors = list[BaseException]()
 
     def rank_of(rank: int) -> None:
-        alive: set[int] = set()
+        # What entered each chunk, and the factors of the gradients of what left it.
+        entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-        def tracked(tensor: Tensor) -> Tensor:
-            alive.add(id(tensor))
-            most[rank] = max(most[rank], len(alive))
-            weakref.finalize(tensor, alive.discard, id(tensor))
-            return tensor
-
-        def forward(work: Pass, entering: Tensor | None) -> Tensor:
+        def run_pass(work: Pass, received: Tensor | None) -> Tensor | None:
             number = work.chunk * stages + rank
-            assert (entering is None) is (number == 0)
-            state = torch.full((3,), 1.0 + work.micro_batch) if entering is None else entering
-            leaving = torch.sin(state * weights[number])
-            if number == stages * chunks - 1:
-                losses.append(leaving.detach().sum())
-                return leaving.sum()
-            return tracked(leaving)
+            is_last = number == stages * chunks - 1
+            if work.is_forward:
+                assert (received is None) is (number == 0)
+                state = torch.full((3,), 1.0 + work.micro_batch) if received is None else received
+                if trains:
+                    entered[work[1:]] = state, torch.cos(state * weights[number])
+                leaving = torch.sin(state * weights[number])
+                if is_last:
+                    losses.append(leaving.sum())
+                return None if is_last else sent_tensors[rank].note(leaving)
+            state, slope = entered.pop(work[1:])
+            gradient = slope if received is None else slope * received
+            assert (received is None) is is_last
+            gradients[number] += gradient * state
+            return None if number == 0 else sent_tensors[rank].note(gradient * weights[number])
+
+        def allocate(work: Pass) -> Tensor:
+            return received_tensors[rank].note(torch.empty(3))
 
         group = QueueGroup(rank, queues)
         try:
-            with torch.set_grad_enabled(trains):
-                backward = (lambda leaving, gradient: leaving.backward(gradient)) if trains else None
-                clock = PassClock(is_cuda=False)
-                run_schedule(schedule[rank], group, forward, backward, lambda work: tracked(torch.empty(3)), clock)
+            clock = PassClock(is_cuda=False)
+            run_schedule(schedule[rank], group, run_pass, allocate, clock, receives_early=early)
             assert group.unwaited == 0
         except BaseException as error:
             errors.append(error)
@@ -185,8 +211,7 @@ def run_threads(stages: int, chunks: int, count: int, trains: bool = True) -> tu
         thread.join()
     assert not errors, errors
     assert all(queue.empty() for queue in queues.values())
-    gradients = torch.stack([torch.zeros(3) if one.grad is None else one.grad for one in weights])
-    return losses, gradients, most
+    return losses, gradients, [one.most for one in received_tensors], [one.most for one in sent_tensors]
 
 
 def expected(layers: int, count: int) -> tuple[list[Tensor], Tensor]:
@@ -201,27 +226,30 @@ def expected(layers: int, count: int) -> tuple[list[Tensor], Tensor]:
     return [loss.detach() for loss in losses], torch.stack([one.grad for one in weights if one.grad is not None])
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("stages", "chunks", "count"),
     [(1, 1, 3), (2, 1, 1), (2, 1, 5), (3, 1, 2), (4, 1, 9), (2, 2, 1), (2, 2, 5), (3, 2, 4), (3, 3, 7)],
 )
-def test_the_executor_computes_what_one_rank_computes(stages: int, chunks: int, count: int) -> None:
+def test_the_executor_computes_what_one_rank_computes(stages: int, chunks: int, count: int, early: bool) -> None:
     losses, gradients = expected(stages * chunks, count)
-    found, found_gradients, _ = run_threads(stages, chunks, count)
+    found, found_gradients, _, sent = run_threads(stages, chunks, count, early=early)
     assert found == losses and torch.equal(found_gradients, gradients)
-    found, found_gradients, most = run_threads(stages, chunks, count, trains=False)
-    assert found == losses and not found_gradients.any()
+    # The last one under way while the next one is computed.
+    assert max(sent) <= 2
+    found, found_gradients, received, sent = run_threads(stages, chunks, count, trains=False, early=early)
+    assert found == losses and not found_gradients.any() and max(sent) <= 2
     # With chunks, states wait until it is their chunk's turn.
-    assert max(most) <= 4 + stages * (chunks > 1)
+    assert max(received) <= 2 + stages * (chunks > 1)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (3, 2)])
 def test_states_in_memory_do_not_grow_with_the_number_of_micro_batches(stages: int, chunks: int) -> None:
-    few, many = (run_threads(stages, chunks, n * stages)[2] for n in (chunks + 1, 8 * chunks))
-    assert max(many) <= max(few) + 1
+    few, many = (run_threads(stages, chunks, n * stages) for n in (chunks + 1, 8 * chunks))
+    assert max(many[2]) <= max(few[2]) + 1 and max(many[3]) <= 2
     if chunks == 1:
-        # A state that enters and one that leaves per micro-batch in flight, and one under way.
-        assert all(most <= 2 * (stages - rank) + 1 for rank, most in enumerate(many))
+        # A state per micro-batch in flight, and the next state and gradient, which arrive under a pass.
+        assert all(most <= stages - rank + 2 for rank, most in enumerate(many[2]))
 
 
 FORWARD, BACKWARD, SEND, RECEIVE = 3.0, 5.0, 0.25, 2.0
@@ -266,17 +294,13 @@ def test_the_clock_separates_passes_from_waits(monkeypatch: pytest.MonkeyPatch, 
     if is_cuda:
         monkeypatch.delattr("time.perf_counter")
 
-    def forward(work: Pass, entering: Tensor | None) -> Tensor:
-        group.advance(FORWARD)
-        return torch.ones(3, requires_grad=True) if entering is None else 2 * entering
-
-    def backward(leaving: Tensor, gradient: Tensor | None) -> None:
-        group.advance(BACKWARD)
-        leaving.backward(gradient)
+    def run_pass(work: Pass, received: Tensor | None) -> Tensor:
+        group.advance(FORWARD if work.is_forward else BACKWARD)
+        return torch.ones(3)
 
     clock = PassClock(is_cuda)
     assert clock.seconds() == (0.0, 0.0)
-    run_schedule(make_schedule(2, chunks, count)[0], group, forward, backward, lambda work: torch.ones(3), clock)
+    run_schedule(make_schedule(2, chunks, count)[0], group, run_pass, lambda work: torch.ones(3), clock)
     busy = chunks * count * (FORWARD + BACKWARD)
     # The first chunk sends and receives no gradient of its input, and the second one receives its state as well.
     transfers = count * (2 * chunks - 1)

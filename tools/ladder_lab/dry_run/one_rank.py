@@ -88,7 +88,7 @@ def run_rank(run: RunConfig, rank: int) -> RankRecord:
     memory = recorder.memory
     with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
         # The run, as on its devices.
-        mesh = build_mesh(run)
+        mesh = build_mesh(run, META)
         model = build_model(run, mesh, META, recorder.span, OPERATIONS)
         engine, _ = build_engine(run, model, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine)

@@ -5,7 +5,8 @@ neither operations nor sizes, so two ranks that differ hang or mix up their data
 
 1. All ranks of a communicator must launch the same sequence: operation, size, dtype, source and sub-block. A send and
    its receive are the two sides of one operation in the communicator of their two ranks.
-2. Each rank waits at each of its collectives until all ranks of the communicator have arrived. If this order of
+2. Each rank waits at each of its collectives until all ranks of the communicator have arrived, and at each send until
+   its receive has started, but at no receive, which starts before the pass under which it runs. If this order of
    launches comes to an end, so does every weaker one, in which collectives of several communicators overlap. If it
    stops, some ranks wait for each other in a circle. That is an error even where streams could hide it, because the
    kernels of one collective may occupy the device that the other needs (`comm/mesh.py`).
@@ -129,13 +130,27 @@ def _launches(ranks: Sequence[int], collective: Collective | None) -> str:
 def _run_to_the_end(programs: Mapping[int, RankProgram]) -> list[str]:
     done = dict.fromkeys(programs, 0)
     arrived: Counter[Communicator] = Counter()
+    receives: Counter[tuple[Communicator, int]] = Counter()
+    senders: dict[tuple[Communicator, int], int] = {}
     ready = deque(programs)
     while ready:
         rank = ready.popleft()
         communicators, collectives = programs[rank]
         if done[rank] == len(collectives):
             continue
-        communicator = communicators[collectives[done[rank]].slot]
+        launched = collectives[done[rank]]
+        communicator = communicators[launched.slot]
+        direction = communicator, launched.source
+        if launched.kind == "send" and not receives[direction]:
+            senders[direction] = rank
+            continue
+        if launched.kind in ("send", "recv"):
+            receives[direction] += 1 if launched.kind == "recv" else -1
+            done[rank] += 1
+            ready.append(rank)
+            if direction in senders and receives[direction]:
+                ready.append(senders.pop(direction))
+            continue
         arrived[communicator] += 1
         if arrived[communicator] == len(communicator.ranks):
             arrived[communicator] = 0

@@ -19,12 +19,13 @@ end(k), asleep except for the last moment:
 The copy and the sum cost processor time and no wire time; the hold hides the sum.
 
 A message between two ranks takes as long as an all-reduce of its tensor, from the later one of both launches on. On a
-serial wire, those of a pair follow each other, in both directions, as in NCCL, which gives each pair a communicator;
-other pairs and the collectives do not wait for them. gloo's threads carry the tensor, with the times of the launches.
+serial wire, those from one rank to another follow each other, as in NCCL, where each pair of ranks has a communicator
+in each direction's group; other messages and the collectives do not wait for them. gloo's threads carry the tensor,
+with the times of the launches.
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,7 +72,8 @@ class MessageWork:
     """The handle of a message from or to a peer, whose end is known after both ranks have launched it."""
 
     link: "EmulatedLink"
-    peer: int
+    lane: tuple[int, bool]
+    """The peer, and whether the message goes to the lower of both ranks."""
     parts: tuple[Work, ...]
     """The transfers of the tensor and of both times of launch."""
     launched_ns: tuple[Tensor, Tensor]
@@ -124,8 +126,10 @@ class EmulatedLink(CommGroup):
         self._wire_free_ns = 0
         self._unsummed: deque[LinkWork] = deque()
         self._slots = SharedSlots(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
-        self._messages: list[deque[MessageWork]] = [deque() for _ in self.ranks]
-        self._pair_free_ns = [0] * self.size
+        # Each carries messages of one direction, and the times of launch in both.
+        self._carriers = [CommGroup(self.ranks, self.rank, one) for one in (group.process_group, group.descending)]
+        self._messages: defaultdict[tuple[int, bool], deque[MessageWork]] = defaultdict(deque)
+        self._lane_free_ns: defaultdict[tuple[int, bool], int] = defaultdict(int)
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
@@ -167,11 +171,15 @@ class EmulatedLink(CommGroup):
 
     def start_send(self, tensor: Tensor, target: int) -> Work:
         """Start to send `tensor`."""
-        return self._launch_message(super().start_send(tensor, target), target, tensor.nbytes)
+        descends = target < self.rank
+        transfer = self._carriers[descends].start_send(tensor, target)
+        return self._launch_message(transfer, (target, descends), tensor.nbytes)
 
     def start_receive(self, into: Tensor, source: int) -> Work:
         """Start to receive a tensor."""
-        return self._launch_message(super().start_receive(into, source), source, into.nbytes)
+        descends = self.rank < source
+        transfer = self._carriers[descends].start_receive(into, source)
+        return self._launch_message(transfer, (source, descends), into.nbytes)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum `tensor` in place over the wire and return it; other operators use the real group."""
@@ -192,15 +200,15 @@ class EmulatedLink(CommGroup):
         """Wait for `work`; the implementation of `MessageWork.wait`."""
         began = time.monotonic_ns()
         while not work.end_ns:
-            # The wire carries this pair's earlier messages first.
-            message = self._messages[work.peer].popleft()
+            # The wire carries earlier messages of these ranks in this direction first.
+            message = self._messages[work.lane].popleft()
             for part in message.parts:
                 part.wait()
             begin = max(int(launched_ns) for launched_ns in message.launched_ns)
             if self._serial:
-                begin = max(begin, self._pair_free_ns[work.peer])
+                begin = max(begin, self._lane_free_ns[work.lane])
             message.end_ns = begin + message.wire_ns
-            self._pair_free_ns[work.peer] = message.end_ns
+            self._lane_free_ns[work.lane] = message.end_ns
         self._hold(work.end_ns, began)
 
     def _hold(self, end_ns: int, began_ns: int) -> None:
@@ -238,13 +246,15 @@ class EmulatedLink(CommGroup):
         self._unsummed.append(work)
         return work
 
-    def _launch_message(self, transfer: Work, peer: int, num_bytes: int) -> MessageWork:
-        """Exchange the times of launch with the peer; on both ranks, messages of the pair start in the same order."""
+    def _launch_message(self, transfer: Work, lane: tuple[int, bool], num_bytes: int) -> MessageWork:
+        """Exchange the times of launch with the peer; on both ranks, messages of a lane start in the same order."""
         own_launch = torch.tensor([time.monotonic_ns()])
         peer_launch = torch.zeros(1, dtype=torch.int64)
-        parts = transfer, super().start_send(own_launch, peer), super().start_receive(peer_launch, peer)
-        work = MessageWork(self, peer, parts, (own_launch, peer_launch), self._wire_ns(num_bytes))
-        self._messages[peer].append(work)
+        peer, descends = lane
+        carrier = self._carriers[descends]
+        parts = transfer, carrier.start_send(own_launch, peer), carrier.start_receive(peer_launch, peer)
+        work = MessageWork(self, lane, parts, (own_launch, peer_launch), self._wire_ns(num_bytes))
+        self._messages[lane].append(work)
         return work
 
     def _wire_ns(self, num_bytes: int, share: float = 1.0) -> int:

@@ -70,6 +70,28 @@ def test_a_planted_fault_is_named(plant: Callable[[list[Collective], Programs], 
     assert expected in find_problems(faulty)
 
 
+def exchange(*kinds: str) -> Programs:
+    """Two stages that send to each other, in this order of their launches."""
+    groups = [Communicator("pipeline pair", (0, 1)), Communicator("pipeline, descending pair", (0, 1))]
+
+    def of(rank: int) -> RankProgram:
+        slots = {"send": rank, "recv": 1 - rank}
+        sources = {"send": rank, "recv": 1 - rank}
+        return RankProgram(groups, [collective(slots[kind], "step", kind, source=sources[kind]) for kind in kinds])
+
+    return {0: of(0), 1: of(1)}
+
+
+def test_receives_may_start_before_the_sends_of_the_other_direction() -> None:
+    assert find_problems(exchange("recv", "send")) == find_problems(exchange(*["recv", "send"] * 5)) == []
+
+
+def test_sends_that_wait_for_receives_behind_sends_are_a_circle() -> None:
+    (problem,) = find_problems(exchange("send", "recv"))
+    launch = "waits in send of 64 bytes (bfloat16) in step of group"
+    assert problem.startswith(f"cyclic wait: rank 0 {launch} 'pipeline pair' of ranks 0-1; rank 1 {launch} 'pipeline, ")
+
+
 def test_launches_in_two_groups_of_several_ranks_may_cross_in_time() -> None:
     """Ranks 0 and 1 are one tensor-parallel reduce ahead of ranks 2 and 3 when all meet in the data groups."""
     ahead = programs()
