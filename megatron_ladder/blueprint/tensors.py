@@ -163,6 +163,10 @@ class Branch:
         """All matrices but the router's."""
         return (*self.inputs, *self.expansions, self.output)
 
+    def share_in_use(self, tokens: float) -> float:
+        """Return the expected share of the experts that so many tokens choose, if each is equally likely."""
+        return 1 - (1 - self.experts_per_token / self.experts) ** tokens
+
     def weights_per_token(self, ranks: int = 1) -> int:
         """Return the numbers that one token multiplies with, on each of so many tensor-parallel ranks."""
         of_experts = sum(matrix.weight.local_numel(ranks) for matrix in self.matrices)

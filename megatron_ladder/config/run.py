@@ -50,6 +50,16 @@ class RunFlags(Sections):
         return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
+def _is_sharded_by_deepspeed(zero_stage: str, data_parallel_size: int) -> bool:
+    # On one rank ZeRO 2 shards nothing more.
+    return zero_stage == "3" or (zero_stage == "2" and data_parallel_size > 1)
+
+
+def layout_captures(zero_stage: str, data_parallel_size: int, stages: int) -> bool:
+    """Whether --cuda-graph auto captures the passes of a layout; the planner asks, too."""
+    return stages == 1 and zero_stage != "0" and not _is_sharded_by_deepspeed(zero_stage, data_parallel_size)
+
+
 SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **Sections.__annotations__}
 SECTIONS = tuple(SECTION_TYPES.values())
 
@@ -72,10 +82,17 @@ class RunConfig(Sections):
     @property
     def needs_deepspeed(self) -> bool:
         """Whether DeepSpeed runs the passes and updates, instead of `engine/sharded.py`."""
-        if self.parallel.offload_optimizer != "none" or self.parallel.zero_stage == "3":
-            return True
-        # On one rank ZeRO 2 shards nothing more.
-        return self.parallel.zero_stage == "2" and self.data_parallel_size > 1
+        return self.parallel.offload_optimizer != "none" or _is_sharded_by_deepspeed(
+            self.parallel.zero_stage, self.data_parallel_size
+        )
+
+    @property
+    def captures_by_default(self) -> bool:
+        """Whether --cuda-graph auto captures the passes of a step, if the host need not wait for chosen experts."""
+        parallel = self.parallel
+        stages = parallel.pipeline_model_parallel_size
+        is_excluded = self.needs_deepspeed or self.data.reset_attention_mask or self.profile.profile
+        return not is_excluded and layout_captures(parallel.zero_stage, self.data_parallel_size, stages)
 
     @property
     def chunks(self) -> int:

@@ -138,20 +138,19 @@ def build_engine(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device
         optimizer, description = build_optimizer(sharded.groups, run.optimizer, device, muon_dtype=dtype)
         sharded.base = optimizer
         engine = Engine(model, sharded, mesh, device)
-        if _captures(run, model, mesh, device):
+        if _captures(run, model, device):
             engine.passes = CapturedPasses(model, sharded, mesh.world, measures=run.training.cuda_graph == "auto")
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.optimizer.spans(), mesh.world)
     return engine, description
 
 
-def _captures(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> bool:
+def _captures(run: RunConfig, model: LanguageModel, device: torch.device) -> bool:
     """Return whether to capture the passes of a step; raises UserError if --cuda-graph true cannot."""
     choice = run.training.cuda_graph
     if choice == "false" or device.type != "cuda":
         return False
-    is_excluded = run.data.reset_attention_mask or run.profile.profile
-    if choice == "auto" and (mesh.pipeline.size > 1 or run.parallel.zero_stage == "0" or is_excluded):
+    if choice == "auto" and not run.captures_by_default:
         return False
     if not waits_for_choices(model):
         return True

@@ -212,7 +212,7 @@ def _weights_read(branch: Branch, tokens: float, ranks: int) -> float:
     of_router = sum(tensor.numel for tensor in branch.router[:1])
     share = branch.experts_per_token / branch.experts
     of_experts = (branch.weights_per_token(ranks) - of_router) / share
-    return of_experts * (1 - (1 - share) ** tokens) + of_router
+    return of_experts * branch.share_in_use(tokens) + of_router
 
 
 def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> float:

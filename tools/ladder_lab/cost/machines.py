@@ -46,6 +46,8 @@ class Gpu:
     box: tuple[int, str, str, int]
     source: str
     """Where the figures are from."""
+    capability: int = 0
+    """Major CUDA compute capability; 0 if it is unknown."""
 
     @property
     def figures(self) -> str:
@@ -54,8 +56,10 @@ class Gpu:
         return f"{memory}, {self.peak_flops / 1e12:,g} TFLOP/s ({self.source})"
 
 
-def _gpu(name: str, gigabytes: float, gigabytes_s: float, box: tuple[int, str, str, int], source: str) -> Gpu:
-    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, PEAK_TFLOPS[name] * 1e12, box, source)
+def _gpu(
+    name: str, capability: int, gigabytes: float, gigabytes_s: float, box: tuple[int, str, str, int], source: str
+) -> Gpu:
+    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, PEAK_TFLOPS[name] * 1e12, box, source, capability)
 
 
 _HGX = (8, "nvlink", "ib-400", 8)
@@ -67,19 +71,19 @@ _SPARK = "NVIDIA data sheet; FLOP/s an eighth of the sparse FP4 rate (assumed)"
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 80, 3350, _HGX, "NVIDIA H100 data sheet, SXM"),
-        _gpu("h200", 141, 4800, (8, "nvlink-h200", "ib-400", 8), "NVIDIA H200 data sheet, SXM"),
-        _gpu("h20", 96, 4000, _HGX, "NVIDIA H20 data sheet"),
-        _gpu("b200", 180, 8000, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
-        _gpu("a100", 80, 2039, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
-        _gpu("l40s", 48, 864, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
-        _gpu("a6000", 48, 768, _WORKSTATION, "NVIDIA GA102 whitepaper"),
-        _gpu("rtx-6000-ada", 48, 960, _WORKSTATION, "NVIDIA data sheet"),
-        _gpu("rtx-pro-6000", 96, 1792, (4, "pcie-5-p2p", "10gbe", 1), "NVIDIA data sheet"),
-        _gpu("rtx-3090", 24, 936, _CONSUMER, "NVIDIA GA102 whitepaper"),
-        _gpu("rtx-4090", 24, 1008, _CONSUMER, "NVIDIA Ada whitepaper"),
-        _gpu("rtx-5090", 32, 1792, (4, "pcie-5", "10gbe", 1), "NVIDIA Blackwell whitepaper"),
-        _gpu("gb10", 128, 273, (1, "dgx-spark", "dgx-spark", 1), _SPARK),
+        _gpu("h100", 9, 80, 3350, _HGX, "NVIDIA H100 data sheet, SXM"),
+        _gpu("h200", 9, 141, 4800, (8, "nvlink-h200", "ib-400", 8), "NVIDIA H200 data sheet, SXM"),
+        _gpu("h20", 9, 96, 4000, _HGX, "NVIDIA H20 data sheet"),
+        _gpu("b200", 10, 180, 8000, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
+        _gpu("a100", 8, 80, 2039, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
+        _gpu("l40s", 8, 48, 864, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
+        _gpu("a6000", 8, 48, 768, _WORKSTATION, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-6000-ada", 8, 48, 960, _WORKSTATION, "NVIDIA data sheet"),
+        _gpu("rtx-pro-6000", 12, 96, 1792, (4, "pcie-5-p2p", "10gbe", 1), "NVIDIA data sheet"),
+        _gpu("rtx-3090", 8, 24, 936, _CONSUMER, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-4090", 8, 24, 1008, _CONSUMER, "NVIDIA Ada whitepaper"),
+        _gpu("rtx-5090", 12, 32, 1792, (4, "pcie-5", "10gbe", 1), "NVIDIA Blackwell whitepaper"),
+        _gpu("gb10", 12, 128, 273, (1, "dgx-spark", "dgx-spark", 1), _SPARK),
     )
 }
 """The boxes are assumptions: those of servers are NVIDIA's baseboards."""

@@ -55,7 +55,7 @@ from megatron_ladder.blueprint.tensors import (
     uniform_partition,
 )
 from megatron_ladder.blueprint.wiring import plan_reads
-from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.run import RunConfig, layout_captures
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
@@ -110,6 +110,11 @@ class Layout:
     def gpus(self) -> int:
         """Number of GPUs."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether training captures its passes, in which the host then launches no kernels."""
+        return layout_captures(str(self.zero), self.data, self.pipeline)
 
 
 @dataclass(frozen=True)

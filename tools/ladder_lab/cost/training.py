@@ -1,11 +1,22 @@
 """Time of a training step in a layout and a wiring, split by cause.
 
-A sub-block computes its matrix products at the share of the peak that products reach, and moves the stream through
-memory `STREAM_PASSES` times. Backward takes twice as long; with recomputation the forward pass is repeated. The layers
-follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before a late
-sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights (q, k,
-v; gate, up), which take as long as their products in forward. The reduces of embedding and head are exposed in every
-wiring, and so is that of the gradients of latents or key heads that several ranks hold, once per step.
+A product takes the longer of its operations, at the share of the peak that products reach, and of the traffic of its
+matrix through memory, so no step is faster than this traffic and the optimizer's. In each micro-batch, forward and
+backward read the matrix in bf16, and its gradient is added to a sum in fp32:
+
+    matrix         its product adds to the sum: 8 bytes per parameter
+    experts        their products write the gradients of all of them in bf16, which are then added: 2 + 10 bytes
+    embedding      so is its gradient: 12 bytes
+    head           as a matrix, but for every chunk of the loss
+
+A sub-block also moves the stream through memory `STREAM_PASSES` times in forward, and twice as often in backward. With
+recomputation the forward pass is repeated. Where passes are not captured, the host launches kernels for as long as
+`HOST_SECONDS` for each branch, during which the device computes.
+
+The layers follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before
+a late sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights
+(q, k, v; gate, up). The reduces of embedding and head are exposed in every wiring, and so is that of the gradients of
+latents or key heads that several ranks hold, once per step.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
 chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often.
@@ -25,14 +36,15 @@ contention.
 A desync interval is one sub-block with one exposed reduce in each pass: at its end in forward, its start in backward.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_chunks, stage_parameters
+from ladder_lab.cost.memory import FP32_BYTES, NUMBER_BYTES, Layout, stage_chunks, stage_parameters
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import (
     ends_bytes,
@@ -43,14 +55,33 @@ from ladder_lab.cost.traffic import (
 )
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
-from megatron_ladder.blueprint.tensors import SubBlockTensors, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.tensors import (
+    Branch,
+    SubBlockTensors,
+    TensorSpec,
+    embedding_tensor,
+    head_tensor,
+    layer_tensors,
+    loss_chunk_tokens,
+)
 
 FLOPS_SHARE = 0.58
 """Share of the peak that products reach, fitted to prefill of the runs in machines.py."""
 STREAM_PASSES = 5.5
 """Times that a sub-block moves its stream through memory in forward, by the same fit."""
-UPDATE_BYTES = 28
-"""Bytes that AdamW reads and writes per parameter: gradient, master copy, two moments, and the weight."""
+BF16_BYTES = NUMBER_BYTES["bf16"]
+ADD_BYTES = 2 * FP32_BYTES
+"""Bytes of reading and writing a sum in fp32."""
+UPDATE_BYTES = 34
+"""Bytes that the norm of the gradient and AdamW read and write per parameter: the gradient twice, master copy, two
+moments, and the weight."""
+GROUPED_CAPABILITIES = (9, 10)
+"""Major capabilities of the GPUs for which torch has a kernel for the products of all experts."""
+HOST_SECONDS = 2.3e-3
+"""Time in which the host launches forward and backward of one branch: 73 ms for 16 layers of two branches, measured on
+the host of one H200 (docs/gpu.md)."""
+HOST_RECOMPUTED = 1.5
+"""Its growth with recomputation: 71 instead of 48 kernels of a layer (tools/host_time.py --case train)."""
 GATHERED_AGAIN = 1.5
 """Bytes of a sub-block's backward relative to an all-reduce with sequence parallelism: it gathers its input again."""
 
@@ -102,35 +133,58 @@ class LayerTime:
     @cached_property
     def layers(self) -> list[tuple[SubBlockTime, ...]]:
         """The sub-blocks of each layer."""
+        return [tuple(map(self._sub_block, layer)) for layer in layer_tensors(self.model)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.sequence * self.layout.micro_batch
+
+    def moving(self, num_bytes: float) -> float:
+        """Return the seconds in which so many bytes are read or written."""
+        return num_bytes / self.machine.gpu.memory_bytes_per_second
+
+    def product(self, operations: float, num_bytes: float) -> float:
+        """Return the seconds of a product that reads or writes so many bytes of its matrix."""
+        return max(operations / (FLOPS_SHARE * self.machine.gpu.peak_flops), self.moving(num_bytes))
+
+    def _products(self, weights: Iterable[TensorSpec], branch: Branch) -> tuple[float, float]:
+        """Return the seconds of the forward products with matrices of a branch, and of their gradients."""
+        forward = gradients = 0.0
+        for weight in weights:
+            numbers = weight.local_numel(self.layout.tensor)
+            is_stack = weight.expert_dim is not None
+            share = branch.share_in_use(self.tokens) if is_stack else 1.0
+            rows = self.tokens * (branch.experts_per_token / branch.experts if is_stack else 1.0)
+            operations = 2 * rows * numbers
+            forward += self.product(operations, BF16_BYTES * numbers * share)
+            if is_stack:
+                gradients += self.product(operations, BF16_BYTES * numbers)
+                gradients += self.moving((BF16_BYTES + ADD_BYTES) * numbers)
+            else:
+                gradients += self.product(operations, ADD_BYTES * numbers)
+        return forward, gradients
+
+    def _sub_block(self, sub_block: SubBlockTensors) -> SubBlockTime:
         layout = self.layout
-        rate = self.machine.gpu.peak_flops * FLOPS_SHARE
-        streams = STREAM_PASSES * self.stream_bytes / self.machine.gpu.memory_bytes_per_second
-        if layout.sequence_parallel:
-            streams /= layout.tensor
-        tokens = self.sequence * layout.micro_batch
-
-        def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
+        streams = self.moving(STREAM_PASSES * self.stream_bytes)
+        others = streams / (layout.tensor if layout.sequence_parallel else 1)
+        products = wgrad = inner_wgrad = 0.0
+        for branch in sub_block.branches:
             # A flash kernel skips the masked half of the scores.
-            products = (
-                branch.weights_per_token(layout.tensor) + self.sequence * branch.score_width / 2 / layout.tensor
-                for branch in sub_block.branches
-            )
-            flops = 2 * sum(products)
-            inputs = sum(
-                matrix.weight.local_numel(layout.tensor) * branch.experts_per_token / branch.experts
-                for branch in sub_block.branches
-                for matrix in branch.inputs
-            )
-            forward = tokens * flops / rate + streams
-            wgrad = tokens * 2 * inputs / rate
-            dgrad = forward * (3 if layout.recompute else 2) - wgrad
-            wired = sub_block.wired
-            shares_reading = wired.shares_reading and not layout.recompute
-            return SubBlockTime(
-                forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_reading
-            )
-
-        return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
+            scores = self.sequence * branch.score_width / 2 / layout.tensor
+            others += self.product(2 * self.tokens * scores, 0)
+            inner = (matrix.weight for matrix in (*branch.expansions, branch.output))
+            of_inputs = self._products((matrix.weight for matrix in branch.inputs), branch)
+            of_others = self._products((*branch.router[:1], *inner), branch)
+            products += of_inputs[0] + of_others[0]
+            wgrad += of_inputs[1]
+            inner_wgrad += of_others[1]
+        forward = products + others
+        dgrad = products + 2 * others + inner_wgrad + (forward if layout.recompute else 0.0)
+        wired = sub_block.wired
+        shares_reading = wired.shares_reading and not layout.recompute
+        return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_reading)
 
     @cached_property
     def wire(self) -> WireModel:
@@ -148,6 +202,19 @@ class LayerTime:
         if key not in self._passes:
             self._passes[key] = self._simulate([*chain.from_iterable(key)])
         return self._passes[key]
+
+    @property
+    def waits_for_choices(self) -> bool:
+        """Whether the host waits in a pass until experts are chosen, as `reads_on_host` in `parallel/products.py`."""
+        widths = self.model.hidden_size, self.model.moe_ffn_hidden_size // self.layout.tensor
+        has_kernel = self.machine.gpu.capability in GROUPED_CAPABILITIES and not any(width % 8 for width in widths)
+        return self.model.num_experts > 0 and not has_kernel
+
+    def host_seconds(self, layers: range) -> float:
+        """Return the seconds in which the host launches forward and backward of a range of layers."""
+        sub_blocks = chain.from_iterable(layer_tensors(self.model)[layers.start : layers.stop])
+        branches = sum(len(sub_block.branches) for sub_block in sub_blocks)
+        return branches * HOST_SECONDS * (HOST_RECOMPUTED if self.layout.recompute else 1.0)
 
     def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
@@ -173,7 +240,7 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     missing = (layout.chunks - 1) * max(0, layout.pipeline - micro_batches)
     # The GPU that holds most.
     parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
-    update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
+    update = times.moving(UPDATE_BYTES * parameters / (layout.data if layout.zero else 1))
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * (slowest - compute) + _partial_gradients_seconds(times, layout),
@@ -210,20 +277,33 @@ def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> f
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
-    passes = [times.passes(layers) for layers in stage_chunks(times.model, layout, stage)]
-    compute, total = (sum(seconds) for seconds in zip(*passes, strict=True))
+    chunks = stage_chunks(times.model, layout, stage)
+    compute, total = (sum(seconds) for seconds in zip(*map(times.passes, chunks), strict=True))
     if stage == 0:
-        total += times.reduce_seconds
+        numbers = embedding_tensor(times.model).local_numel(layout.tensor)
+        embedding = times.moving((2 * BF16_BYTES + ADD_BYTES) * numbers)
+        compute += embedding
+        total += embedding + times.reduce_seconds
     if stage == layout.pipeline - 1:
-        rate = times.machine.gpu.peak_flops * FLOPS_SHARE * layout.tensor
-        head = 3 * ModelFlops(times.model, times.sequence).head * layout.micro_batch / rate
-        rows = padded_vocab_size(times.model.vocab_size, layout.tensor) // layout.tensor
-        logits = times.sequence * layout.micro_batch * rows
-        # Logits, exponentials and their gradient in fp32, each written and read.
-        head += 6 * FP32_BYTES * logits / times.machine.gpu.memory_bytes_per_second
+        head = _head_seconds(times)
         compute += head
         total += head + times.reduce_seconds
-    return compute, total
+    if layout.is_captured and not times.waits_for_choices:
+        return compute, total
+    host = sum(map(times.host_seconds, chunks))
+    return max(compute, host), max(total, host)
+
+
+def _head_seconds(times: LayerTime) -> float:
+    """Return the seconds of the head's products in forward and backward, and of the loss."""
+    numbers = head_tensor(times.model).local_numel(times.layout.tensor)
+    operations = 2 * times.tokens * numbers
+    chunks = math.ceil(times.tokens / loss_chunk_tokens(times.tokens))
+    products = 2 * times.product(operations, chunks * BF16_BYTES * numbers)
+    gradient = times.product(operations, chunks * ADD_BYTES * numbers)
+    # Logits, exponentials and their gradient in fp32, each written and read.
+    logits = times.tokens * numbers / times.model.hidden_size
+    return products + gradient + times.moving(6 * FP32_BYTES * logits)
 
 
 def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batches: int, pass_seconds: float) -> float:

@@ -3,16 +3,22 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import PRESETS, LinkPreset, Machine
 from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.traffic import _outputs_at_cuts
 from ladder_lab.cost.training import LayerTime, step_time
+from ladder_lab.plan.layouts import PlanRequest, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
+from megatron_ladder.command_line import flag_words
+from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.engine.build import _captures
 from megatron_ladder.engine.schedule import make_schedule
+from megatron_ladder.parallel.products import reads_on_host
 
 LLAMA = SIZES["llama-8b"]
 H100 = Machine.usual("h100")
@@ -26,13 +32,31 @@ def times_of(
     return LayerTime(NAMED_WIRINGS[wiring].of(LLAMA, 1), machine, layout, 4096, factor)
 
 
+def product_seconds(numbers: float, rows: float = 4096, times: int = 1) -> float:
+    """Return the time of forward and backward of a matrix, which is read or added to so many times."""
+    operations = 2 * rows * numbers / (0.58 * 989e12)
+    read, added = (times * num_bytes * numbers / 3.35e12 for num_bytes in (2, 4 + 4))
+    return 2 * max(operations, read) + max(operations, added)
+
+
+def expert_seconds(experts: int, numbers: float, rows: float) -> float:
+    """Return the time of one matrix of all experts, whose gradients are written in bf16, read and added."""
+    operations = 2 * rows * numbers / (0.58 * 989e12)
+    return 3 * max(operations, experts * 2 * numbers / 3.35e12) + experts * (2 + 4 + 4) * numbers / 3.35e12
+
+
 def head_seconds(tensor: int, vocabulary: int = 128256) -> float:
-    products = 6 * 4096 * 4096 * vocabulary / (0.58 * 989e12 * tensor)
-    return products + 24 * 4096 * padded_vocab_size(vocabulary, tensor) / tensor / 3.35e12
+    """Return the time of the head for 4,096 tokens in eight chunks."""
+    rows = padded_vocab_size(vocabulary, tensor) / tensor
+    return product_seconds(4096 * rows, times=8) + 24 * 4096 * rows / 3.35e12
+
+
+def embedding_seconds(vocabulary: int = 128256) -> float:
+    return 12 * 4096 * padded_vocab_size(vocabulary, 1) / 3.35e12
 
 
 def update_seconds(layout: Layout) -> float:
-    return 28 * stage_parameters(LLAMA, layout, 0) / layout.data / 3.35e12
+    return 34 * stage_parameters(LLAMA, layout, 0) / layout.data / 3.35e12
 
 
 def test_one_gpu_is_products_and_memory() -> None:
@@ -40,11 +64,11 @@ def test_one_gpu_is_products_and_memory() -> None:
     projections, scores, mlp = 2 * 4096 * (2 * 4096 + 2 * 1024), 4 * 4096 * 4096, 6 * 4096 * 14336
     useful = 3 * 32 * 4096 * (projections + scores / 2 + mlp)
     stream = 2 * 32 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
-    pass_seconds = useful / (0.58 * 989e12) + stream + head_seconds(1)
+    pass_seconds = useful / (0.58 * 989e12) + stream + embedding_seconds() + head_seconds(1)
     assert step.compute == pytest.approx(3 * pass_seconds + update_seconds(Layout()))
     assert (step.exposed_tensor, step.bubble, step.exposed_data) == pytest.approx((0, 0, 0))
     again = step_time(times_of(tensor=1, recompute=True), Layout(zero=0), 3)
-    layers = 3 * pass_seconds - 3 * head_seconds(1)
+    layers = 3 * pass_seconds - 3 * (embedding_seconds() + head_seconds(1))
     assert again.total - step.total == pytest.approx(layers / 3)
 
 
@@ -75,7 +99,7 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     update = update_seconds(Layout(pipeline=4))
     assert four.compute == pytest.approx(8 * slowest + update, rel=1e-6)
     sending = 2 * 11 * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
-    assert four.bubble == pytest.approx(24 * layer + sending, rel=1e-6)
+    assert four.bubble == pytest.approx(24 * layer + embedding_seconds() + sending, rel=1e-6)
     assert one.bubble == 0.0
     # A late wiring hands on one more tensor.
     late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
@@ -91,7 +115,7 @@ def test_a_pipeline_of_chunks_waits_as_long_as_its_schedule(chunks: int, micro_b
     slots = make_schedule(4, chunks, micro_batches)[0]
     idle = sum(slot.work is None for slot in slots) / 2
     stage = times.passes(range(8))[1]
-    waiting = (idle * stage + (idle - 3) * head_seconds(1)) / chunks
+    waiting = (idle * stage + (idle - 3) * head_seconds(1) + embedding_seconds()) / chunks
     sending = len(slots) * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
     assert step.bubble == pytest.approx(waiting + sending, rel=1e-6)
 
@@ -121,17 +145,22 @@ def test_ranks_compute_whole_latents_and_sum_their_gradients() -> None:
     """DeepSeek-V3 at TP 8: queries have 192 elements, of which 64 are the rotated key's, and values 128."""
     model, layout = SIZES["deepseek-v3"], Layout(tensor=8)
     whole, per_head = (1536, 512 + 64), 1536 * 192 + 512 * (128 + 128) + 128 * 7168
-    attention = 7168 * sum(whole) + 16 * (per_head + 4096 * (192 + 128) / 2)
-    flops = [attention + mlp for mlp in (3 * 7168 * 18432 / 8, 9 * 3 * 7168 * 2048 / 8 + 256 * 7168)]
-    stream = 2 * 4096 * 7168
-    compute = 3 * (2 * 4096 * (flops[0] + 3 * flops[1]) / (0.58 * 989e12) + 4 * 2 * 5.5 * stream / 3.35e12)
+    attention = product_seconds(7168 * sum(whole)) + product_seconds(16 * per_head)
+    attention += 3 * 2 * 4096 * 16 * 4096 * (192 + 128) / 2 / (0.58 * 989e12)
+    dense = product_seconds(3 * 7168 * 18432 / 8)
+    expert = 7168 * 2048 / 8
+    routed = 3 * expert_seconds(256, expert, 4096 * 8) + product_seconds(3 * expert) + product_seconds(256 * 7168)
+    streams = 3 * 2 * 5.5 * 2 * 4096 * 7168 / 3.35e12
+    compute = 4 * (attention + streams) + dense + 3 * routed
     times = LayerTime(model, NO_CONTENTION, layout, 4096)
     found, total = times.passes(range(2, 6))
     assert found == pytest.approx(compute)
     # In backward, a reduce runs under the gradient of its sub-block's column-parallel matrices.
-    columns = [sum(whole)] * 4 + [2 * 18432 / 8] + [9 * 2 * 2048 / 8] * 3
+    covers = [2 * 4096 * 7168 * width / (0.58 * 989e12) for width in (*[sum(whole)] * 4, 2 * 18432 / 8)]
+    # Gate and up: gradients of routed experts are written and added to the sums, those of the shared one computed.
+    of_experts = 256 * 2 * (2 + 2 + 4 + 4) * expert / 3.35e12 + 2 * 2 * 4096 * expert / (0.58 * 989e12)
     reduce = times.reduce_seconds
-    uncovered = (max(0.0, reduce - 2 * 4096 * 7168 * width / (0.58 * 989e12)) for width in columns)
+    uncovered = (max(0.0, reduce - cover) for cover in (*covers, *[of_experts] * 3))
     assert total - found == pytest.approx(8 * reduce + sum(uncovered))
     assert ModelFlops(model, 4096).layers[0] == 2 * 4096 * (
         7168 * sum(whole) + 128 * (per_head + 4096 * (192 + 128)) + 3 * 7168 * 18432
@@ -154,8 +183,10 @@ def test_each_layer_counts_as_what_it_is() -> None:
     scores = 4 * 4096 * 96 * 128
     flops = [4096 * 2 * (attention + one) for one in (mlp, *[9 * expert + router] * 45)]
     assert ModelFlops(model, 4096).layers == tuple(one + 4096 * scores for one in flops)
-    stream = 2 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
-    seconds = [3 * (one + 4096 * scores / 2) / (0.58 * 989e12) + stream for one in flops]
+    shared = product_seconds(attention) + 3 * 4096 * scores / 2 / (0.58 * 989e12)
+    shared += 2 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
+    of_experts = 3 * expert_seconds(128, expert / 3, 4096 * 8) + product_seconds(expert) + product_seconds(router)
+    seconds = [shared + one for one in (product_seconds(mlp), *[of_experts] * 45)]
     times = LayerTime(model, NO_CONTENTION, Layout(), 4096)
     for layers in (range(46), range(1), range(3), range(7, 30)):
         assert times.passes(layers)[0] == pytest.approx(sum(seconds[layers.start : layers.stop]), rel=1e-9)
@@ -163,7 +194,7 @@ def test_each_layer_counts_as_what_it_is() -> None:
     assert stage_parameters(model, layout, 0) == dense + routed + matrix
     assert stage_parameters(model, layout, 7) == 2 * routed
     last = 2 * routed + matrix + 4096
-    expected = 64 * (sum(seconds[44:]) + head_seconds(1, 151552)) + 28 * last / 3.35e12
+    expected = 64 * (sum(seconds[44:]) + head_seconds(1, 151552)) + 34 * last / 3.35e12
     assert step_time(times, layout, 64).compute == pytest.approx(expected)
     # The second stage has more parameters than the first, and holds more micro-batches than the last.
     second = stage_memory(model, layout, 1, 4096, 64)
@@ -175,3 +206,51 @@ def test_outputs_that_cross_a_cut() -> None:
     """With routed experts in layers 0 and 3 only, the attention above a dense layer misses nothing."""
     model = NAMED_WIRINGS["farskip"].of(replace(SIZES["small-moe"], num_layers=5, moe_layers=(0, 3)), 1)
     assert _outputs_at_cuts(model) == [0, 1, 0, 0, 1]
+
+
+def test_the_host_launches_for_longer_than_one_gpu_computes() -> None:
+    """16 layers of an 8B at TP 8 without communication: 20 ms captured and 73 ms otherwise, on one H200."""
+    layout = Layout(tensor=8, zero=1)
+    times = LayerTime(replace(LLAMA, num_layers=16), Machine.usual("h200"), layout, 2048, reduce_factor=0.0)
+    captured, eager = (step_time(times, replace(layout, zero=zero), 1).total for zero in (1, 0))
+    assert captured == pytest.approx(20e-3, rel=0.15)
+    assert eager == pytest.approx(73e-3, rel=0.1)
+    again = replace(times, layout=replace(layout, recompute=True))
+    assert step_time(again, replace(layout, zero=0), 1).total > 1.4 * eager
+
+
+def test_layouts_are_captured_where_training_captures_them() -> None:
+    request = PlanRequest(SIZES["small"], H100, 8, 8, 512, ("standard",))
+    seen = set()
+    for layout in _layouts(request):
+        words = flag_words(
+            {
+                "tensor_model_parallel_size": layout.tensor,
+                "pipeline_model_parallel_size": layout.pipeline,
+                "zero_stage": layout.zero,
+                "global_batch_size": 8,
+                "micro_batch_size": layout.micro_batch,
+                "seq_length": 512,
+                "train_iters": 1,
+                "lr": 0.1,
+                "bf16": True,
+            }
+        )
+        run = resolve_run(parse_run([*request.model.to_words(), *words], world_size=8), 4096, 8)
+        assert _captures(run, torch.nn.Linear(1, 1), torch.device("cuda")) == layout.is_captured, layout
+        seen.add((layout.is_captured, layout.zero, layout.pipeline > 1, layout.data > 1))
+    assert {is_captured for is_captured, *_ in seen} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability"), [("a100", 8), ("l40s", 8), ("h100", 9), ("h200", 9), ("b200", 10), ("rtx-5090", 12)]
+)
+@pytest.mark.parametrize(("width", "ranks"), [(512, 1), (512, 8), (96, 8), (120, 8), (100, 1)])
+def test_the_host_waits_for_experts_where_training_does(
+    gpu: str, capability: int, width: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(SIZES["small-moe"], moe_ffn_hidden_size=width)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    gate = torch.empty(16, width // ranks, model.hidden_size, dtype=torch.bfloat16)
+    times = LayerTime(model, Machine.usual(gpu), Layout(tensor=ranks), 4096)
+    assert times.waits_for_choices == reads_on_host(gate)
