@@ -20,7 +20,7 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
-from megatron_ladder.checkpoint.tensor_file import element_name, equal_bits, open_safetensors, stored_tensor
+from megatron_ladder.checkpoint.tensor_file import all_finite, element_name, equal_bits, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
 from megatron_ladder.typed import json_object
@@ -68,7 +68,7 @@ class HFWeight:
     """A canonical tensor whose data stay in the mapped files."""
 
     source: str
-    """Names of the stored tensors, for messages."""
+    """Directory and names of the stored tensors, for messages."""
     parts: tuple[Tensor, ...]
     """One stored tensor, or that of each expert of a stack."""
     shape: tuple[int, ...]
@@ -79,13 +79,17 @@ class HFWeight:
         return element_name(self.parts[0].dtype)
 
     def read(self, box: Box, out: Tensor) -> None:
-        """Fill `out` with a box of the tensor."""
+        """Fill `out` with a box of the tensor; raise UserError for numbers that are not finite in its element type."""
         if len(self.shape) == self.parts[0].dim():
             out.copy_(self.parts[0][box.slices()])
-            return
-        experts, *inside = box.slices()
-        for part, target in zip(self.parts[experts], out, strict=True):
-            target.copy_(part[tuple(inside)])
+        else:
+            experts, *inside = box.slices()
+            for part, target in zip(self.parts[experts], out, strict=True):
+                target.copy_(part[tuple(inside)])
+        if not all_finite(out):
+            if not all(map(all_finite, self.parts)):
+                raise UserError(f"{self.source}: contains NaN or infinity")
+            raise UserError(f"{self.source}: has values that do not fit in {element_name(out.dtype)}: use a wider type")
 
     def whole(self) -> Tensor:
         """Return the whole tensor."""
@@ -230,11 +234,14 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index}: weight_map is not an object of file names")
     held = {file: _read_file(path, file) for file in sorted(set(weight_map.values()))}
-    places = {name: file for file, tensors in held.items() for name in tensors}
+    places: dict[str, list[str]] = {name: [] for name in weight_map}
+    for file, tensors in held.items():
+        for name in tensors:
+            places.setdefault(name, []).append(file)
     errors = [
-        f"{index}: {name}: is in {places.get(name, 'no file')}, but listed in {weight_map.get(name, 'no file')}"
-        for name in sorted(places.keys() | weight_map.keys())
-        if places.get(name) != weight_map.get(name)
+        f"{index}: {name}: is in {' and '.join(files) or 'no file'}, but listed in {weight_map.get(name, 'no file')}"
+        for name, files in sorted(places.items())
+        if files != [weight_map.get(name)]
     ]
     raise_user_errors(limited(errors))
     return {name: tensor for tensors in held.values() for name, tensor in tensors.items()}
@@ -297,6 +304,6 @@ def _expected_tensors(
                 errors.append(f"{path}: {name}: found {dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?")
             elif dtype != first:
                 errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
-        source = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        source = f"{path}: {names[0]}" if len(names) == 1 else f"{path}: {names[0]} to {names[-1]}"
         tensors[spec.name] = HFWeight(source, tuple(parts.values()), spec.shape)
     return tensors

@@ -130,6 +130,14 @@ def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinity; reads it once, without temporary tensors."""
+    if tensor.numel() == 0:
+        return True
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() & high.isfinite())
+
+
 def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
     """Write and fsync a new safetensors file; return its size in bytes, and the checksum of the bytes written.
 

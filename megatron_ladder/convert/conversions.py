@@ -107,8 +107,7 @@ def plan_import(options: ImportOptions) -> Conversion:
 def _imported(directory: hf_directory.HFDirectory, name: str) -> CopiedTensor:
     tensor = directory.tensors[name]
     key = box_key("weight", name, Box.whole(tensor.shape))
-    source = f"{directory.path}: {tensor.source}"
-    return CopiedTensor(key, name, "weight", tensor.shape, tensor.dtype, source, tensor.whole)
+    return CopiedTensor(key, name, "weight", tensor.shape, tensor.dtype, tensor.source, tensor.whole)
 
 
 def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ladder.checkpoint.tensor_file import equal_bits
+from megatron_ladder.checkpoint.tensor_file import all_finite, equal_bits
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, size_text
 from megatron_ladder.errors import UserError, counted, describe_full_disk
@@ -66,7 +66,7 @@ class CopiedTensor:
         stored = self.read()
         if self.order is not None:
             stored = stored.index_select(self.order.dim, torch.from_numpy(self.order.source))
-        if self.kind == "weight" and not stored.isfinite().all():
+        if self.kind == "weight" and not all_finite(stored):
             raise UserError(f"{self.source}: contains NaN or infinity")
         cast = stored.to(getattr(torch, self.dtype))
         if cast.dtype != stored.dtype and cast.isinf().any():

@@ -11,6 +11,7 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoi
 from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
+from megatron_ladder.data.tokenizers import find_tokenizer
 from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import hub_hint
 
@@ -64,8 +65,9 @@ def _hugging_face(path: Path) -> Iterator[str]:
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
     dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
     yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {directory.dtype}, {size}"
-    other = [name for name in CARRIED if (path / name).exists()]
-    yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
+    tokenizer = find_tokenizer(path)
+    yield "without a tokenizer" if tokenizer is None else f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size} ids"
+    yield f"other files: {', '.join(name for name in CARRIED if (path / name).exists()) or 'none'}"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

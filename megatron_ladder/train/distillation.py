@@ -1,7 +1,6 @@
 """The teacher of --distill-from: found and checked before a process group exists, then built on every rank."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ class StoredTeacher:
     config: ModelConfig
     weights: WeightSource
     tokenizer: Tokenizer | None = None
-    """The tokenizer in its directory, if there is one that training could use."""
+    """The tokenizer in its directory, if there is one."""
 
 
 def find_teacher(flags: RunFlags) -> Path | None:
@@ -54,9 +53,7 @@ def find_teacher(flags: RunFlags) -> Path | None:
 
 def open_teacher(directory: Path) -> StoredTeacher:
     """Open the model that rank 0 found; raise UserError if it cannot be read."""
-    tokenizer = None
-    with suppress(UserError):
-        tokenizer = find_tokenizer(directory)
+    tokenizer = find_tokenizer(directory)
     if is_hf_directory(directory):
         opened = open_hf_directory(directory)
         return StoredTeacher(directory, opened.model, opened, tokenizer)

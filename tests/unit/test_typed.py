@@ -13,7 +13,7 @@ from tests.helpers.commands import REPOSITORY_ROOT
     ("content", "words"),
     [
         (b'{"a":', "is not JSON: it ends too early"),
-        (b'{"a": 1}\n}', "is not JSON: line 1, column 9"),
+        (b'{"a": 1}\n}', "is not JSON: line 2, column 2"),
         ('{"ä": x}'.encode(), "is not JSON: line 1, column 7"),
         (b'{"a": 1e400}', "has a number that no float64 can hold"),
         (b'{"a": NaN}', "is not JSON: line 1, column 7"),

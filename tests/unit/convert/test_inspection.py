@@ -21,7 +21,8 @@ def test_complete_directories(tmp_path: Path) -> None:
             wiring: ladder in layer 1 (of 2)
             2 layers, hidden 8, MLP 12, heads 2 over 1 key-value of width 4, vocabulary 16, positions 32
             weights: 21 tensors, bfloat16, 2.51 kB
-            other files: none; without a tokenizer""",
+            without a tokenizer
+            other files: none""",
         "run": """with iter_0000030; latest names iter_0000030
             iter_0000040.tmp-abc: incomplete
             iteration 30, 240 samples
