@@ -22,9 +22,9 @@ from torch.autograd.graph import GradientEdge
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device
+from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.state import ZeroOptimizer
-from megatron_ladder.model.language_model import LanguageModel, LossScales
+from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 
 PRIVATE_PARTS = {
     "ops": {
@@ -115,12 +115,12 @@ class DeepSpeedEngine(Engine):
         zero_optimizer = zero_class(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded)
         super().__init__(model, zero_optimizer, mesh, device)
 
-    def forward(self, batch: ModelInputs, *, scales: LossScales | None = None, **options: Any) -> Tensor:
+    def forward(self, inputs: StageInputs, *, scales: LossScales | None = None, **options: Any) -> Tensor:
         if scales is None:
-            return super().forward(batch, **options)
+            return super().forward(inputs, **options)
         # DeepSpeed averages gradients over the data-parallel ranks.
         scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
-        loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales, **options)
+        loss: Tensor = self.wrapped(*inputs.tensors, context=inputs.context, scales=scales, **options)
         return loss
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:

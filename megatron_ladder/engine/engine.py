@@ -9,22 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, StageInputs
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
 `LanguageModel.forward` takes them."""
-
-
-def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
-    """Move all tensors except the document bounds, which the model needs on the CPU."""
-    *others, document_bounds = batch
-    return [*(None if tensor is None else to_device(tensor, device) for tensor in others), document_bounds]
 
 
 class Engine:
@@ -53,6 +46,7 @@ class Engine:
         pipeline, chunks = self._mesh.pipeline, self._model.chunks
         slots = make_schedule(pipeline.size, chunks, len(micro_batches), trains)[pipeline.rank]
         outputs: list[Tensor] = []
+        inputs: dict[int, StageInputs] = {}
         graphs: dict[Pass, tuple[Tensor | None, Tensor | GradientEdge]] = {}
         """For each backward pass, the state that entered the chunk, and where its graph ends."""
 
@@ -63,8 +57,10 @@ class Engine:
                 return None if entered is None else entered.grad
             if received is not None:
                 received.requires_grad_(trains)
-            batch = micro_batches[work.micro_batch]
-            leaving = self.forward(batch, entering=received, chunk=work.chunk, **options)
+            if work.chunk == 0:
+                inputs[work.micro_batch] = self._model.stage_inputs(*micro_batches[work.micro_batch])
+            shared = inputs[work.micro_batch] if work.chunk < chunks - 1 else inputs.pop(work.micro_batch)
+            leaving = self.forward(shared, entering=received, chunk=work.chunk, **options)
             ends = self._model.ends_in(work.chunk)
             if ends:
                 outputs.append(leaving.detach())
@@ -85,9 +81,9 @@ class Engine:
             self.clock = clock
         return outputs
 
-    def forward(self, batch: ModelInputs, **options: Any) -> Tensor:
+    def forward(self, inputs: StageInputs, **options: Any) -> Tensor:
         """Return what `LanguageModel.forward` returns: a state, a loss or predictions."""
-        leaving: Tensor = self._model(*batch_to_device(batch, self._device), **options)
+        leaving: Tensor = self._model(*inputs.tensors, context=inputs.context, **options)
         return leaving
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:

@@ -45,6 +45,14 @@ class LossScales(NamedTuple):
     """1 / number of tokens without padding, for the losses of bodies."""
 
 
+class StageInputs(NamedTuple):
+    """A micro-batch as all chunks of a rank read it."""
+
+    tensors: Sequence[Any]
+    """The arguments of `LanguageModel.forward` that have a position."""
+    context: SequenceContext
+
+
 class LanguageModel(nn.Module):
     """This rank's slices of a Llama-family decoder of any wiring.
 
@@ -112,6 +120,11 @@ class LanguageModel(nn.Module):
             initialize(self, seed)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the layers."""
+        return next(self.stack.parameters()).device
+
+    @property
     def head(self) -> VocabParallelMatrix:
         """The matrix of the output head: the embedding's if it is tied."""
         return self.embedding if self.lm_head is None else self.lm_head
@@ -139,6 +152,7 @@ class LanguageModel(nn.Module):
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
         *,
+        context: SequenceContext | None = None,
         entering: Tensor | None = None,
         chunk: int = 0,
         scales: LossScales | None = None,
@@ -150,10 +164,11 @@ class LanguageModel(nn.Module):
         runs that of the extra losses, whose values `take_extra_losses` returns.
 
         Args:
-            tokens: [b, s] int64.
-            labels: [b, s] int64, the token that follows each; -100 has no loss.
+            tokens: [b, s] int64; only the model's first chunk reads them.
+            labels: [b, s] int64, the token that follows each; -100 has no loss. Only the model's last chunk reads them.
             loss_mask: [b, s] float, weight of each target token; None counts all.
             positions, lengths, document_bounds: see `training_context`.
+            context: what `training_context` has returned for the micro-batch, for several chunks that share it.
             entering: the state that leaves the previous chunk; None for the first chunk of the model.
             chunk: number of the rank's chunk to run.
             scales: factors of the losses, whose sums over tokens have the factor 1 without them.
@@ -161,19 +176,22 @@ class LanguageModel(nn.Module):
         The loss is a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. Other ids than those
         of the vocabulary raise RuntimeError; on a GPU, a later call raises it.
         """
-        size = self.config.vocab_size
-        known = (tokens >= 0) & (tokens < size) & ((labels == IGNORED) | ((labels >= 0) & (labels < size)))
-        torch._assert_async(known.all(), f"tokens and labels: expected 0 to {size - 1}; labels may be {IGNORED}")
         soft = None
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
-        state = self.embedding(tokens).unsqueeze(0) if entering is None else entering
-        context = self.training_context(tokens, positions, lengths, document_bounds)
-        leaving = self.stack(state, context, chunk)
+        if context is None:
+            context = self.training_context(tokens, positions, lengths, document_bounds)
+        # The chunks of a micro-batch share the context, but not the losses.
+        context = context._replace(losses={} if torch.is_grad_enabled() else None)
+        if entering is None:
+            self._check_ids(self._is_word(tokens))
+            entering = self.embedding(tokens).unsqueeze(0)
+        leaving = self.stack(entering, context, chunk)
         leaving = self._with_losses_of_bodies(leaving, context, 1.0 if scales is None else scales.tokens)
         if not self.ends_in(chunk):
             return leaving
+        self._check_ids(self._is_word(labels) | (labels == IGNORED))
         if predicts:
             return self.predictions(leaving[0], labels)
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
@@ -183,6 +201,13 @@ class LanguageModel(nn.Module):
         if trains:
             self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
         return losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
+
+    def _is_word(self, ids: Tensor) -> Tensor:
+        return (ids >= 0) & (ids < self.config.vocab_size)
+
+    def _check_ids(self, are_known: Tensor) -> None:
+        text = f"tokens and labels: expected 0 to {self.config.vocab_size - 1}; labels may be {IGNORED}"
+        torch._assert_async(are_known.all(), text)
 
     def ends_in(self, chunk: int) -> bool:
         """Return whether a chunk is the model's last one, which returns losses."""
@@ -200,7 +225,7 @@ class LanguageModel(nn.Module):
         if not context.losses:
             return x
         self._add_extra_losses(context.losses)
-        carrying: Tensor = _Carrying.apply(x, torch.stack([*context.losses.values()]).sum(), scale)
+        carrying: Tensor = _Carrying.apply(x, scale, *context.losses.values())
         # Backward holds the context. Through these losses it would hold itself, and never be freed.
         context.losses.clear()
         return carrying
@@ -262,6 +287,29 @@ class LanguageModel(nn.Module):
         above = to_device(above[self._router_rows], biases[0].device)
         torch._foreach_sub_(biases, above.unbind(), alpha=rate)
 
+    def stage_inputs(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+    ) -> StageInputs:
+        """Copy what this stage reads of a micro-batch to the device, and make the context that its chunks share."""
+        device = self.device
+
+        def moved(tensor: Tensor | None, is_read: bool = True) -> Any:
+            return to_device(tensor, device) if tensor is not None and is_read else tensor
+
+        tokens = moved(tokens, self.is_first)
+        labels = moved(labels, self.is_last)
+        loss_mask = moved(loss_mask, self.is_last)
+        positions = moved(positions)
+        lengths = moved(lengths)
+        context = self.training_context(tokens, positions, lengths, document_bounds)
+        return StageInputs((tokens, labels, loss_mask, positions, lengths, document_bounds), context)
+
     def training_context(
         self,
         tokens: Tensor,
@@ -269,34 +317,36 @@ class LanguageModel(nn.Module):
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
     ) -> SequenceContext:
-        """Return the context of whole rows.
+        """Return the context of whole rows, on the device of the layers.
 
         Args:
-            tokens: [b, s].
+            tokens: [b, s], of which only the shape counts.
             positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
             lengths: [b] int64, number of tokens before the padding of each row; None: no padding.
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
         """
-        length, device = tokens.shape[1], tokens.device
+        length = tokens.shape[1]
+        device = self.device
         positions = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
         table = rotary_table(self.config, positions, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
         token_mask = None if lengths is None else torch.arange(length, device=device).unsqueeze(1) < lengths
-        losses: dict[str, Tensor] | None = {} if torch.is_grad_enabled() else None
-        return SequenceContext(table, documents=documents, losses=losses, token_mask=token_mask)
+        return SequenceContext(table, documents=documents, token_mask=token_mask)
 
 
 class _Carrying(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, loss.dtype
+    def forward(ctx: Any, x: Tensor, scale: Tensor | float, *losses: Tensor) -> Tensor:
+        ctx.scale, ctx.dtype = scale, losses[0].dtype
+        ctx.losses = len(losses)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, torch.as_tensor(ctx.scale, dtype=ctx.dtype, device=gradient.device), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale = torch.as_tensor(ctx.scale, dtype=ctx.dtype, device=gradient.device)
+        return gradient, None, *(scale for _ in range(ctx.losses))
 
 
 @dataclass(frozen=True)
