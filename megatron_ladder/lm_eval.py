@@ -20,7 +20,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_ladder.command_line import flag_words, parse_command_line
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
+from megatron_ladder.data.chat_records import Message
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
 from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.options import SamplingOptions

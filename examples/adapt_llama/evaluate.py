@@ -20,8 +20,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from examples.lm_eval_runs import lm_eval_command, metric_of  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
-from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages, read_tools  # noqa: E402
-from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
+from megatron_ladder.data.chat import Conversation, ConversationEncoder  # noqa: E402
+from megatron_ladder.data.chat_records import ConversationError, Message, read_record  # noqa: E402
+from megatron_ladder.data.chat_template import ChatTemplateError  # noqa: E402
+from megatron_ladder.data.reading.protocol import Record  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
 
@@ -92,11 +94,10 @@ def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> lis
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     for number, line in numbered[: options.conversations]:
         try:
-            record = json.loads(line)
-            values = [record.get(key) for key in options.chat_keys]
-            messages = read_messages(options.chat_keys, values, record.get("system"))
-            rendered = encoder.render(messages, read_tools(record.get("tools")))
-        except (AttributeError, json.JSONDecodeError, ChatTemplateError) as error:
+            values = dict.fromkeys(options.chat_keys) | json.loads(line)
+            messages, tools, _ = read_record(options.chat_keys, Record(values, (), False))
+            rendered = encoder.render(messages, tools)
+        except (TypeError, json.JSONDecodeError, ConversationError, ChatTemplateError) as error:
             raise UserError(f"--held-out {options.held_out}, line {number}: not a conversation: {error}") from None
         (tokens,) = encoder.encode([rendered])
         if tokens.loss_mask[1:].any() and len(tokens.token_ids) <= options.seq_length:

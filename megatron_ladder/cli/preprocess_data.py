@@ -87,7 +87,8 @@ parse_options = functools.partial(
 def main(argv: Sequence[str]) -> None:
     """Read the command line and tokenize."""
     config = parse_options(argv)
-    from megatron_ladder.data.chat import OPTIONAL_KEYS, ChatTask, ConversationEncoder
+    from megatron_ladder.data.chat import ChatTask, ConversationEncoder
+    from megatron_ladder.data.chat_records import OPTIONAL_KEYS
     from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
     from megatron_ladder.data.reading.protocol import Reading
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,
-        optional_keys=OPTIONAL_KEYS if config.chat and len(config.chat_keys) == 1 else (),
+        optional_keys=tuple(key for key in OPTIONAL_KEYS if key not in config.chat_keys) if config.chat else (),
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
         keys_flag="--chat-keys" if config.chat else "--json-keys",

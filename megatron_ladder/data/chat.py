@@ -5,88 +5,27 @@ prepended. A special token that a message spells is text, so that only the templ
 transformers and vLLM it becomes that token, as here with `parse_special_tokens`.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.chat_template import (
-    ChatTemplate,
-    ChatTemplateError,
-    Message,
-    RenderedConversation,
-    read_chat_template,
-)
+from megatron_ladder.data.chat_kinds import ConversationKinds
+from megatron_ladder.data.chat_records import ConversationError, Message, Tools, read_record
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, RenderedConversation, read_chat_template
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
 from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.reading.protocol import Record
 from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
-OPTIONAL_KEYS = ("system", "tools")
-"""Keys next to a list of messages: the text of a first message of the system, and the tools that the template lists."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of any template; another role must occur in the text of the template."""
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Speakers in ShareGPT's format -> roles; other names are used as roles unchanged."""
-
-
-def read_messages(keys: Sequence[str], values: Sequence[Any], system: object = None) -> list[Message]:
-    """Return the messages of a record; raises ChatTemplateError if it is not a conversation.
-
-    `keys` names one list of objects with `role` and `content`, or `from` and `value`; or an instruction and an output;
-    or an instruction, an input that is appended to it after an empty line, and an output. `values` are the record's
-    values, and `system` precedes them unless it is empty.
-    """
-    if len(keys) > 1:
-        for key, value in zip(keys, values, strict=True):
-            # Of three texts, the second one may be absent.
-            if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
-                raise ChatTemplateError(f"expected a text under {key!r}, found {type(value).__name__}")
-        question = "\n\n".join(text for text in values[:-1] if text)
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
-    (key,) = keys
-    (messages,) = values
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ChatTemplateError(f"expected a list of messages under {key!r}")
-    parsed: list[Message] = []
-    for number, message in enumerate(messages):
-        if isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None:
-            others = {name: value for name, value in message.items() if name not in ("from", "value")}
-            role = _SHAREGPT_ROLES.get(message["from"], message["from"])
-            message = {**others, "role": role, "content": message.get("value")}
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatTemplateError(f"{key}[{number}]: expected an object with a 'role'")
-        if not isinstance(message.get("content", ""), str | list | None):
-            kind = type(message["content"]).__name__
-            raise ChatTemplateError(f"{key}[{number}]: expected a text under 'content', found {kind}")
-        # In a column of a table every row has every key; those that a message lacks are null.
-        parsed.append({name: value for name, value in message.items() if value is not None})
-        if parsed[-1].get("weight", 1) not in (0, 1):
-            raise ChatTemplateError(f"{key}[{number}]: weight {parsed[-1]['weight']!r}: expected 0 or 1")
-    if system in (None, ""):
-        return parsed
-    if not isinstance(system, str) or parsed[0]["role"] == "system":
-        raise ChatTemplateError("'system' next to the messages: expected a text, and no other message of the system")
-    return [{"role": "system", "content": system}, *parsed]
-
-
-def read_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Return the tools of a record, which may be JSON in a text; raises ChatTemplateError if they are not objects."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    except (ValueError, RecursionError) as error:
-        raise ChatTemplateError(f"'tools' is not JSON: {error}") from None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ChatTemplateError("expected a list of objects under 'tools'")
-    return tools
 
 
 class Conversation(NamedTuple):
@@ -110,13 +49,24 @@ class ConversationEncoder:
         self._tokenizer = tokenizer
         self._parse_special_tokens = parse_special_tokens
         self._spelling = spelling_pattern(tokenizer.special_tokens)
+        self._kinds = ConversationKinds(self.template)
 
-    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> RenderedConversation:
-        """Return the text of a conversation; raises ChatTemplateError if the template rejects it."""
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> RenderedConversation:
+        """Return the text of a conversation.
+
+        Raises ChatTemplateError if the template rejects it, and ConversationError if it leaves out a part of an answer.
+        """
         for role in (message["role"] for message in messages):
             if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
                 raise ChatTemplateError(f"the role {role!r} is none of {', '.join(_ROLES)}, and not in the template")
-        rendered = self.template.render(messages, self._tokenizer.special_tokens, tools)
+        kind = self._kinds.find(messages, tools)
+        messages = kind.spelling.apply(messages)
+        rendered = self.template.render(
+            messages,
+            self._tokenizer.special_tokens,
+            tools,
+            lambda text: self._kinds.check_answers(text, messages, tools),
+        )._replace(unused=kind.unused)
         try:
             rendered.text.encode()
         except UnicodeEncodeError:
@@ -180,14 +130,15 @@ class ChatTask(Task):
         # The end-of-document token may not be flagged as special.
         return end_ids & {*self.tokenizer.control_tokens, self.tokenizer.eod_id}
 
-    def prepare(self, values: Sequence[Any]) -> RenderedConversation | str:
-        keys = self.reading.keys
-        system, tools = values[len(keys) :] or (None, None)
+    def prepare(self, values: Record) -> RenderedConversation | str:
         try:
-            messages = read_messages(keys, values[: len(keys)], system)
-            return self.encoder.render(messages, read_tools(tools))
+            messages, tools, unread = read_record(self.reading.keys, values)
+            rendered = self.encoder.render(messages, tools)
+        except ConversationError as error:
+            return str(error)
         except ChatTemplateError as error:
             return f"{self.encoder.template.name} rejects it: {error}"
+        return rendered._replace(unused=(*map(repr, unread), *rendered.unused))
 
     def encode(self, records: Sequence[RenderedConversation]) -> tuple[KeyTokens, ...]:
         conversations = self.encoder.encode(records)
@@ -195,5 +146,6 @@ class ChatTask(Task):
         ids, lengths = join_documents([conversation.token_ids.tolist() for conversation in conversations], end)
         masks = [conversation.loss_mask.tolist() for conversation in conversations]
         mask, _ = join_documents(masks, 0 if self.append_eod else None)
-        counts = DocumentCounts(self.encoder.count_spelled(records))
+        unused = Counter(name for conversation in records for name in conversation.unused)
+        counts = DocumentCounts(self.encoder.count_spelled(records), unused=unused)
         return (KeyTokens(ids.astype(self.dtype), lengths, counts, mask.astype(np.uint8)),)

@@ -13,8 +13,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron_ladder.data.chat_records import Message, Tools
 from megatron_ladder.data.special_tokens import mark_spelled
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
@@ -24,9 +25,6 @@ from megatron_ladder.typed import json_object
 _CONFIG_FILE = "tokenizer_config.json"
 _MAP_FILE = "special_tokens_map.json"
 _TEMPLATE_FILE = "chat_template.jinja"
-Message = dict[str, Any]
-"""`role`, `content`, and anything else that the template may read."""
-Tools = list[dict[str, Any]] | None
 _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
 _ANSWER = "An answer"
@@ -48,6 +46,8 @@ class RenderedConversation(NamedTuple):
     answers: tuple[tuple[int, int], ...]
     spelled: tuple[int, ...] = ()
     """The first character of each special token that a message, not the template, spells."""
+    unused: tuple[str, ...] = ()
+    """Names of what the template does not use of the conversation."""
 
 
 class TemplateSource(NamedTuple):
@@ -89,22 +89,26 @@ class ChatTemplate:
             raise UserError(f"{name}: not a chat template: {error}") from None
 
     def render(
-        self, messages: Sequence[Message], turn_ends: tuple[str, ...] = (), tools: Tools = None
+        self,
+        messages: Sequence[Message],
+        turn_ends: tuple[str, ...] = (),
+        tools: Tools = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> RenderedConversation:
         """Return the text of a conversation and the positions of the assistant's answers; raises ChatTemplateError.
 
         The text depends only on the messages: a template cannot ask for the time. `turn_ends` may end an answer;
         without generation blocks, white space after them does not belong to the answer. An answer whose message has
-        `weight` 0 does not count.
+        `weight` 0 does not count. `check` receives the text before answers are located.
         """
         of_assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        text = self._render(self._marked, messages, tools)
-        if self._has_generation_blocks:
-            rendered = _without_marks(text, self._begin, self._end)
-        else:
-            spans = tuple(self._find_answer(text, messages, index, turn_ends, tools) for index in of_assistant)
-            rendered = RenderedConversation(text, spans)
         weights = [messages[index].get("weight", 1) for index in of_assistant]
+        rendered = _without_marks(self._render(self._marked, messages, tools), self._begin, self._end)
+        check(rendered.text)
+        if not self._has_generation_blocks:
+            counting = itertools.compress(of_assistant, weights)
+            spans = (self._find_answer(rendered.text, messages, index, turn_ends, tools) for index in counting)
+            return rendered._replace(answers=tuple(spans))
         if all(weights):
             return rendered
         if len(weights) != len(rendered.answers):
@@ -124,6 +128,10 @@ class ChatTemplate:
             )
         stripped = after.rstrip()
         return len(before), len(stripped if stripped.endswith(turn_ends) else after)
+
+    def text(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return the text of a conversation; raises ChatTemplateError if the messages are rejected."""
+        return self._render(self.source, messages, tools)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""

@@ -22,10 +22,13 @@ class DocumentCounts:
     """Special tokens -> how often the texts spell them."""
     inner_ends: int = 0
     """End-of-document tokens that do not end a document; 0 for conversations, whose template may write them."""
+    unused: dict[str, int] = field(default_factory=dict)
+    """Keys without an effect -> how many conversations have them."""
 
     def add(self, other: "DocumentCounts") -> None:
-        for token, number in other.spelled.items():
-            self.spelled[token] = self.spelled.get(token, 0) + number
+        for counts, more in ((self.spelled, other.spelled), (self.unused, other.unused)):
+            for name, number in more.items():
+                counts[name] = counts.get(name, 0) + number
         self.inner_ends += other.inner_ends
 
 
@@ -77,7 +80,7 @@ class Task:
         values["--parse-special-tokens"] = self.parse_special_tokens
         return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
 
-    def prepare(self, values: Sequence[Any]) -> Any:
+    def prepare(self, values: Any) -> Any:
         """Return what to encode of the values of a record, or the reason why it cannot be encoded as a text."""
         return values
 

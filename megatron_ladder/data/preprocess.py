@@ -45,7 +45,7 @@ from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_fi
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
 
-_FORMAT = 8
+_FORMAT = 9
 
 
 @dataclass(frozen=True)
@@ -234,22 +234,27 @@ def preprocess(
             if without_targets == documents:
                 inputs_text = " ".join(source.name for source in sources[:3])
                 others = " ..." if len(sources) > 3 else ""
-                missing = (
-                    "conversation with a text of the assistant" if documents else f"document with a non-empty {name!r}"
-                )
+                missing = f"no document with a non-empty {name!r}"
+                if documents:
+                    missing = "no conversation with a text of the assistant"
+                elif report.skipped:
+                    missing = f"every record was skipped, the first because of {report.skipped[0]}"
                 partial.discard()
-                raise UserError(f"--input {inputs_text}{others}: no {missing}: nothing is written")
+                raise UserError(f"--input {inputs_text}{others}: {missing}: nothing is written")
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
         sidecars = {name: partial.join(name, datasets, len(report.skipped)) for name, datasets in parts.items()}
     for name, counts in report.counts.items():
-        for line in _describe_special_tokens(counts, task.parse_special_tokens):
+        for line in _describe(counts, task.parse_special_tokens):
             options.report(f"{dataset_prefix(output_prefix, name)}: {line}")
     return sidecars
 
 
-def _describe_special_tokens(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
-    """Yield lines about special tokens that texts spell, and about tokens that end a document inside of another."""
+def _describe(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
+    """Yield lines about keys without an effect, special tokens that texts spell, and ends inside documents."""
+    if counts.unused:
+        most_first = Counter(counts.unused).most_common()
+        yield f"not used (number of conversations): {', '.join(f'{name} ({number:,})' for name, number in most_first)}"
     if counts.spelled:
         most_first = Counter(counts.spelled).most_common()
         spelled = list_tokens([f"{token} {number:,}" for token, number in most_first], ", ")

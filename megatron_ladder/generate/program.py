@@ -29,7 +29,7 @@ from megatron_ladder.comm.launch import (
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
-from megatron_ladder.data.chat_template import Message
+from megatron_ladder.data.chat_records import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, counted, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
+from megatron_ladder.data.chat_records import Message
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
 from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer

@@ -129,22 +129,20 @@ class _HubShard:
         reading = self.source.reading
         with source.translated_errors("read"):
             dataset = source.dataset.shard(num_shards=self.count, index=self.number)
-        if dataset.column_names:
-            check_columns(source.name, dataset.column_names, reading)
+        columns = tuple(dataset.column_names or reading.keys)
+        check_columns(source.name, columns, reading)
         if first:
             files = source.data_files
             dataset = _skip_rows(dataset, first * BATCH_ROWS, files[self.number] if len(files) == self.count else None)
-        optional = [key for key in reading.optional_keys if key in (dataset.column_names or ())]
-        batches = dataset.select_columns([*reading.keys, *optional]).iter(BATCH_ROWS)
+        keys = [key for key in reading.all_keys if key in columns]
+        batches = dataset.select_columns(keys).iter(BATCH_ROWS)
         for begin in itertools.count(first * BATCH_ROWS, BATCH_ROWS):
             with source.translated_errors("read"):
                 batch = next(batches, None)
             if batch is None:
                 return
             name = f"{source.name} part {self.number} of {self.count}"
-            absent = [None] * len(batch[reading.keys[0]])
-            rows = list(zip(*(batch.get(key, absent) for key in reading.all_keys), strict=True))
-            yield Rows(reading, name, rows, begin, 0)
+            yield Rows(reading, name, list(zip(*(batch[key] for key in keys), strict=True)), begin, 0, columns)
 
 
 def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:

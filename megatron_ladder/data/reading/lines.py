@@ -11,11 +11,19 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Self
 
-from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, SPAN_BYTES, Block, LocalFile, Reading, too_large
+from megatron_ladder.data.reading.protocol import (
+    BYTE_ORDER_MARK,
+    SPAN_BYTES,
+    Block,
+    LocalFile,
+    Reading,
+    Record,
+    too_large,
+)
 from megatron_ladder.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
@@ -23,8 +31,8 @@ _LINES_COUNTED_BYTES = 1 << 30
 """After this much of a file, line numbers are not counted, which would take more than a second."""
 
 
-def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
-    """Return the values of the keys, or the reason why the line cannot be read."""
+def _parse_line(line: bytes, reading: Reading) -> list[Any] | Record | str:
+    """Return the values of the keys, the whole record, or the reason why the line cannot be read."""
     if len(line) > reading.max_bytes:
         return too_large(reading)
     try:
@@ -41,7 +49,10 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
     if missing:
         keys = ", ".join(map(repr, record)) or "none"
         return f"no key {missing[0]!r} (keys found: {keys}): {reading.fix('key', record)}"
-    return [record.get(key) for key in reading.all_keys]
+    if reading.texts_only:
+        return [record[key] for key in reading.keys]
+    values = {key: record[key] for key in reading.all_keys if key in record}
+    return Record(values, tuple(key for key in record if key not in values), False)
 
 
 def _not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
@@ -65,7 +76,7 @@ class Lines(Block):
     def text_bytes(self) -> int:
         return len(self.content)
 
-    def rows(self) -> Iterator[tuple[int, list[Any] | str]]:
+    def rows(self) -> Iterator[tuple[int, Sequence[Any] | str]]:
         numbered = enumerate(self._text().split(b"\n"))
         return ((number, _parse_line(line, self.reading)) for number, line in numbered if line and not line.isspace())
 

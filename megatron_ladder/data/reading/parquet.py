@@ -95,9 +95,10 @@ class ParquetFile(LocalFile):
         group = file.metadata.row_group(number)
         count = group.num_rows
         size = _file_bytes(group)
-        keys = self.reading.all_keys
+        columns = tuple(file.schema_arrow.names)
+        keys = [key for key in self.reading.all_keys if key in columns]
         begins = self._begins(group)
-        batches = file.iter_batches(begins.step, row_groups=[number], columns=list(keys))
+        batches = file.iter_batches(begins.step, row_groups=[number], columns=keys)
         rows = itertools.chain.from_iterable(_rows_of(batch, keys) for batch in batches)
         for part, begin in enumerate(begins):
             taken = list(itertools.islice(rows, begins.step))
@@ -105,13 +106,11 @@ class ParquetFile(LocalFile):
             if part >= first:
                 # Shares that add up to the whole.
                 share = size * end // count - size * begin // count
-                yield Rows(self.reading, self.name, taken, rows_before + begin, share)
+                yield Rows(self.reading, self.name, taken, rows_before + begin, share, columns)
 
 
 def _rows_of(batch: Any, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    absent = [None] * len(batch)
-    columns = (_values(batch.column(key)) if key in batch.schema.names else absent for key in keys)
-    return zip(*columns, strict=True)
+    return zip(*(_values(batch.column(key)) for key in keys), strict=True)
 
 
 def _values(column: Any) -> list[Any]:

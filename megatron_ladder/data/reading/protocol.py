@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_ladder.errors import raise_user_errors
 
+CHAT_HINT = "read conversations with tools/preprocess_data.py --chat"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 SPAN_BYTES = 1 << 20
@@ -29,7 +30,7 @@ class Reading:
     keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object, or columns of a table."""
     texts_only: bool = True
-    """Whether values must be texts; otherwise any JSON value is accepted, and plain text cannot be read."""
+    """Whether values must be texts; otherwise whole records of any JSON values are read, and plain text cannot be."""
     max_bytes: int = 64 << 20
     """Size limit of a line, or of a file of plain text."""
     max_bad: int = 0
@@ -39,7 +40,7 @@ class Reading:
     size_flag: str | None = "--max-document-megabytes"
     """Flag of `max_bytes`; None if the limit is fixed."""
     optional_keys: tuple[str, ...] = ()
-    """Keys that are read, too, and whose value is None where they are absent."""
+    """Keys that are read, too, where a record has them."""
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -48,9 +49,19 @@ class Reading:
 
     def fix(self, kind: str, names: Container[str]) -> str:
         """Return what helps if a key, or a column, is not among those that were found."""
-        chat = ", or read conversations with tools/preprocess_data.py --chat"
         is_chat = self.texts_only and "messages" in names
-        return f"name the {kind} with {self.keys_flag}{chat if is_chat else ''}"
+        return f"name the {kind} with {self.keys_flag}{f', or {CHAT_HINT}' if is_chat else ''}"
+
+
+class Record(NamedTuple):
+    """A record that is read whole."""
+
+    values: dict[str, Any]
+    """The values of the keys that are read and present."""
+    unread: tuple[str, ...]
+    """Its other keys."""
+    is_row: bool
+    """Whether it is the row of a table, in which every object has the keys of all, and null where a key is absent."""
 
 
 class BadRecord(NamedTuple):
@@ -89,14 +100,14 @@ class Block(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[int, Sequence[Any] | str]]:
-        """Yield the number of each record, and the values of the keys, or the reason why it cannot be read."""
+        """Yield the number of each record, and the values of the keys, a `Record`, or why it cannot be read."""
 
     @abstractmethod
     def place(self, number: int) -> str:
         """Return the location of record `number` of the block: `file:line` for a file of lines."""
 
-    def read(self, prepare: Callable[[Sequence[Any]], Any] = list) -> Parsed:
-        """Decode all records; `prepare` converts the values of each, or returns a text with the reason against it."""
+    def read(self, prepare: Callable[[Any], Any] = list) -> Parsed:
+        """Decode all records; `prepare` converts each, or returns a text with the reason against it."""
         records = list[Any]()
         bad = list[BadRecord]()
         for number, row in self.rows():
@@ -172,15 +183,25 @@ class LocalFile:
         yield self
 
 
+@dataclass(frozen=True)
 class Rows(Block):
     """Some rows of a table; `begin` is the number of the first one."""
+
+    columns: tuple[str, ...]
+    """Names of all columns of the table."""
 
     @functools.cached_property
     def text_bytes(self) -> int:
         return sum(len(str(value)) for row in self.content for value in row)
 
     def rows(self) -> Iterator[tuple[int, Sequence[Any] | str]]:
-        return enumerate(self.content)
+        reading = self.reading
+        if reading.texts_only:
+            return enumerate(self.content)
+        keys = [key for key in reading.all_keys if key in self.columns]
+        unread = tuple(name for name in self.columns if name not in keys)
+        records = (Record(dict(zip(keys, row, strict=True)), unread, True) for row in self.content)
+        return enumerate(records)
 
     def place(self, number: int) -> str:
         """Return the row, counted from 0 as in tables."""
@@ -204,13 +225,14 @@ def too_large(reading: Reading) -> str:
 
 def _reason_against(row: Sequence[Any], reading: Reading) -> str | None:
     """Return why the values of a record cannot be tokenized; None if they can."""
-    for key, value in zip(reading.all_keys, row, strict=True):
+    for key, value in row.values.items() if isinstance(row, Record) else zip(reading.keys, row, strict=True):
         if isinstance(value, ValueError):
             return f"the value under {key!r} cannot be read: {value}"
         if not reading.texts_only:
             continue
         if not isinstance(value, str):
-            return f"expected a text under {key!r}, found {type(value).__name__}"
+            fix = f": {CHAT_HINT}" if isinstance(value, list) else ""
+            return f"expected a text under {key!r}, found {type(value).__name__}{fix}"
         try:
             size = len(value) if value.isascii() else len(value.encode())
         except UnicodeEncodeError as error:

@@ -15,10 +15,12 @@ import tokenizers
 import transformers
 
 from megatron_ladder.cli import preprocess_data
-from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
+from megatron_ladder.data.chat import Conversation, ConversationEncoder
+from megatron_ladder.data.chat_records import ConversationError, Message, read_record
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
+from megatron_ladder.data.reading.protocol import Record
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from tests.helpers.tokenizer_copies import train_byte_level
@@ -75,6 +77,10 @@ def preprocess(folder: Path, tmp_path: Path, *words: object) -> None:
     """Preprocess conversations with the tokenizer of a folder to `tmp_path / "out"`."""
     command = ["--output-prefix", tmp_path / "out", "--chat", "--tokenizer-type", "HFTokenizer"]
     preprocess_data.main([str(word) for word in (*command, "--tokenizer-model", folder, *words)])
+
+
+def messages_of(values: dict[str, Any], keys: tuple[str, ...] = ("messages",)) -> list[Message]:
+    return read_record(keys, Record(values, (), False)).messages
 
 
 def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> Conversation:
@@ -141,28 +147,28 @@ def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
 def test_records_with_an_instruction() -> None:
     expected = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
     keys = ("prompt", "context", "answer")
-    assert read_messages(keys, ["Add.", "1 2", "3"]) == expected
+    assert messages_of({"prompt": "Add.", "context": "1 2", "answer": "3"}, keys) == expected
     for nothing in ("", None):
-        assert read_messages(keys, ["Add.", nothing, "3"])[0]["content"] == "Add."
-    assert read_messages(keys[::2], ["Add.\n\n1 2", "3"]) == expected
-    # A column of a table has all keys in every row.
-    assert read_messages(["messages"], [[MESSAGES[1] | {"tool_calls": None}]]) == [MESSAGES[1]]
+        assert messages_of({"prompt": "Add.", "context": nothing, "answer": "3"}, keys)[0]["content"] == "Add."
+    assert messages_of({"prompt": "Add.\n\n1 2", "answer": "3"}, keys[::2]) == expected
+    with_system = messages_of({"prompt": "Add.\n\n1 2", "answer": "3", "system": "Be brief."}, keys[::2])
+    assert with_system == [{"role": "system", "content": "Be brief."}, *expected]
     both = {"role": "user", "from": "human", "content": "Hi"}
-    assert read_messages(["messages"], [[both]]) == [both]
+    assert messages_of({"messages": [both]}) == [both]
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "error"),
+    ("record", "error"),
     [
-        (["a", "b"], [1, "x"], "expected a text under 'a', found int"),
-        (["messages"], [[]], "expected a list of messages under 'messages'"),
-        (["messages"], [["a"]], r"messages\[0\]: expected an object with a 'role'"),
-        (["messages"], [[MESSAGES[1] | {"weight": 0.5}]], r"messages\[0\]: weight 0.5: expected 0 or 1"),
+        ({"a": 1, "b": "x"}, "expected a text under 'a', found int"),
+        ({"messages": []}, "expected a list of messages under 'messages'"),
+        ({"messages": ["a"]}, r"messages\[0\]: expected an object with a 'role'"),
+        ({"messages": [MESSAGES[1] | {"weight": 0.5}]}, r"messages\[0\]: weight 0.5: expected 0 or 1"),
     ],
 )
-def test_records_without_a_conversation(keys: list[str], values: list[Any], error: str) -> None:
-    with pytest.raises(ChatTemplateError, match=error):
-        read_messages(keys, values)
+def test_records_without_a_conversation(record: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConversationError, match=error):
+        messages_of(record, tuple(record))
 
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML

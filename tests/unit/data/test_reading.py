@@ -14,7 +14,7 @@ from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.parquet import check_columns
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_records
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, Record, read_records
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
 
@@ -69,7 +69,8 @@ def test_every_format_gives_the_same_documents(formats: Path, name: str, monkeyp
 
 def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
     name = f"hf://{formats}/set"
-    assert read_all([f"{name}@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
+    (block,) = blocks_of([f"{name}@test"], Reading(texts_only=False))
+    assert [record for _, record in block.rows()] == [Record({"text": "only"}, ("id",), True)]
     with pytest.raises(UserError, match=r"no column body \(columns found: id, text\)"):
         read_all([name], Reading(("body",)))
     with pytest.raises(UserError, match="a: column text occurs twice"):
@@ -147,7 +148,8 @@ def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
     for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
         reading = Reading((key,), texts_only=key == "text", max_bad=9)
         (block,) = blocks_of([tmp_path / "a.parquet"], reading)
-        assert block.read().records == [[value] for value in expected]
+        values = block.read(lambda row: list(row.values.values()) if isinstance(row, Record) else list(row)).records
+        assert values == [[value] for value in expected]
         assert [place for place, _ in bad_records([tmp_path / "a.parquet"], reading)] == [
             f"{tmp_path}/a.parquet: row 1",
             f"{tmp_path}/a.parquet: row 3",
