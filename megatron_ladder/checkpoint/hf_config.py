@@ -35,6 +35,7 @@ from megatron_ladder.checkpoint.hf_types import (
     HFRope,
     type_of,
 )
+from megatron_ladder.checkpoint.quantization import check_quantization
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.typed import typed
 
@@ -60,8 +61,7 @@ def model_config_from_hf(
         raise UserError(
             f"{source}: model_type {config.get('model_type')!r}: {reason}only {', '.join(TYPES)} can be converted"
         )
-    if config.get("quantization_config") is not None:
-        raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
+    check_quantization(config, source)
     try:
         read = typed(config, HFKeys)
     except ValueError as error:

@@ -18,6 +18,7 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
+from megatron_ladder.checkpoint.fp8 import StoredWeight, join_factors
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.tensor_file import all_finite, element_name, equal_bits, open_safetensors, stored_tensor
@@ -69,8 +70,10 @@ class HFWeight:
 
     source: str
     """Directory and names of the stored tensors, for messages."""
-    parts: tuple[Tensor, ...]
+    parts: tuple[StoredWeight, ...]
     """One stored tensor, or that of each expert of a stack."""
+    names: tuple[str, ...]
+    """The names of the parts."""
     shape: tuple[int, ...]
 
     @property
@@ -80,20 +83,24 @@ class HFWeight:
 
     def read(self, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of the tensor; raise UserError for numbers that are not finite in its element type."""
-        if len(self.shape) == self.parts[0].dim():
-            out.copy_(self.parts[0][box.slices()])
+        if len(self.shape) == len(self.parts[0].shape):
+            self.parts[0].read(box.slices(), out)
         else:
             experts, *inside = box.slices()
             for part, target in zip(self.parts[experts], out, strict=True):
-                target.copy_(part[tuple(inside)])
+                part.read(tuple(inside), target)
         if not all_finite(out):
-            if not all(map(all_finite, self.parts)):
+            if not all(all_finite(part.whole()) for part in self.parts):
                 raise UserError(f"{self.source}: contains NaN or infinity")
             raise UserError(f"{self.source}: has values that do not fit in {element_name(out.dtype)}: use a wider type")
 
     def whole(self) -> Tensor:
         """Return the whole tensor."""
-        return self.parts[0] if len(self.shape) == self.parts[0].dim() else torch.stack(self.parts)
+        if len(self.shape) == len(self.parts[0].shape):
+            return self.parts[0].whole()
+        out = torch.empty(self.shape, dtype=self.parts[0].dtype)
+        self.read(Box.whole(self.shape), out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -120,16 +127,28 @@ class HFDirectory:
 
     @property
     def notes(self) -> list[str]:
-        """Return one line for each part of the directory that is ignored."""
+        """Return one line for each part of the directory that is ignored or converted."""
         notes: list[str] = []
         if self.dropped:
             notes.append(
                 f"{self.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
                 f"model.layers.{self.model.num_layers} and beyond, are dropped"
             )
+        if self.is_quantised:
+            notes.append("weights are stored in FP8 and read as bfloat16")
         if "auto_map" in self.config and self.model_type != OWN_TYPE:
             notes.append(f"remote code (auto_map) is ignored: the model is read as {self.model_type}")
         return notes
+
+    @property
+    def is_quantised(self) -> bool:
+        """Return whether weights are in FP8."""
+        return any(part.factors is not None for tensor in self.tensors.values() for part in tensor.parts)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return all weights by their names in the files."""
+        weights = self.tensors.values()
+        return {name: part.whole() for one in weights for name, part in zip(one.names, one.parts, strict=True)}
 
     @property
     def dtype(self) -> str:
@@ -170,7 +189,8 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
 def open_hf_directory(path: Path) -> HFDirectory:
     """Read config.json, the index and the headers of the files; raise UserError if they do not agree.
 
-    Of the weights, only a stored head of a model with tied embeddings is read, which must equal the embedding.
+    Of the data, only the scales of FP8 weights are read, which must be finite, and a stored head of a model with tied
+    embeddings, which must equal the embedding.
     """
     if not path.is_dir():
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
@@ -185,11 +205,12 @@ def open_hf_directory(path: Path) -> HFDirectory:
             f"{source}: auto_map names custom code, which is not run, for architectures {config.get('architectures')}, "
             f"so the computation of this {model_type} is unknown; if it is plain, set architectures to {[plain]}"
         )
-    found = _read_tensors(path)
-    model = model_config_from_hf(config, source, len(found))
+    stored = _read_tensors(path)
+    count = len(stored)
+    model = model_config_from_hf(config, source, count)
     errors: list[str] = []
-    stored = len(found)
-    dropped = _drop_predicting_layers(config, model, found)
+    dropped = _drop_predicting_layers(config, model, stored)
+    found = join_factors(path, config, stored)
     _split_stacks(model, found)
     mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
     tensors = _expected_tensors(path, model, mixtral, found, errors)
@@ -201,8 +222,8 @@ def open_hf_directory(path: Path) -> HFDirectory:
     ]
     raise_user_errors(limited(errors))
     if tied_head is not None:
-        _check_tied_head(path, tied_head, tensors["embedding.weight"].whole())
-    return HFDirectory(path, config, model, tensors, _token_ids(path, config, model), stored, dropped)
+        _check_tied_head(path, tied_head.whole(), tensors["embedding.weight"].whole())
+    return HFDirectory(path, config, model, tensors, _token_ids(path, config, model), count, dropped)
 
 
 def _check_tied_head(path: Path, head: Tensor, embedding: Tensor) -> None:
@@ -266,20 +287,24 @@ def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found
     return len(names)
 
 
-def _split_stacks(model: ModelConfig, found: dict[str, Tensor]) -> None:
+def _split_stacks(model: ModelConfig, found: dict[str, StoredWeight]) -> None:
     """Replace the stacks of experts that transformers writes on request by views of each expert's matrices."""
     for layer in model.moe_layers:
         experts = f"model.layers.{layer}.mlp.experts"
         for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            stacked = found.pop(f"{experts}.{stack}", torch.empty(0))
+            stacked = found.pop(f"{experts}.{stack}", None)
+            if stacked is None or len(stacked.shape) != 3:
+                continue
+            size = -(-stacked.shape[1] // len(parts))
             # One expert too many is enough for an error.
-            for expert, matrix in enumerate(stacked[: model.num_experts + 1] if stacked.dim() == 3 else ()):
-                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=False):
-                    found[f"{experts}.{expert}.{part}.weight"] = rows
+            for expert in range(min(stacked.shape[0], model.num_experts + 1)):
+                for index, part in enumerate(parts):
+                    rows = slice(index * size, (index + 1) * size)
+                    found[f"{experts}.{expert}.{part}.weight"] = stacked.rows(expert, rows)
 
 
 def _expected_tensors(
-    path: Path, model: ModelConfig, mixtral: bool, found: dict[str, Tensor], errors: list[str]
+    path: Path, model: ModelConfig, mixtral: bool, found: dict[str, StoredWeight], errors: list[str]
 ) -> dict[str, HFWeight]:
     """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one.
 
@@ -305,5 +330,5 @@ def _expected_tensors(
             elif dtype != first:
                 errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
         source = f"{path}: {names[0]}" if len(names) == 1 else f"{path}: {names[0]} to {names[-1]}"
-        tensors[spec.name] = HFWeight(source, tuple(parts.values()), spec.shape)
+        tensors[spec.name] = HFWeight(source, tuple(parts.values()), tuple(names), spec.shape)
     return tensors

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -85,7 +85,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "versions": {"megatron_ladder": __version__},
     }
     before, after = wiring_text(directory.model), wiring_text(model)
-    compared = "of the source in transformers and of the checkpoint"
+    compared = f"of the {'dequantised ' if directory.is_quantised else ''}source in transformers and of the checkpoint"
     if before != after:
         compared += f", in the wiring of the source, {before} (those of {after} were not compared)"
     tensors = [_imported(directory, name) for name in directory.tensors]
@@ -99,7 +99,14 @@ def plan_import(options: ImportOptions) -> Conversion:
         facts=(f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}", f"wiring: {after}"),
         notes=[*notes, *directory.notes],
         check_logits=lambda work: _compare_logits(
-            options.hf, directory.model, work, model_type, None, own_code=False, compared=compared
+            options.hf,
+            directory.model,
+            work,
+            model_type,
+            None,
+            own_code=False,
+            compared=compared,
+            weights=directory.parts if directory.is_quantised else None,
         ),
     )
 
@@ -333,7 +340,14 @@ def _exported(
 
 
 def _compare_logits(
-    hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str | None, own_code: bool, compared: str
+    hf: Path,
+    model: ModelConfig,
+    checkpoint: Path,
+    model_type: str,
+    dtype: str | None,
+    own_code: bool,
+    compared: str,
+    weights: Callable[[], dict[str, Tensor]] | None = None,
 ) -> str:
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
@@ -347,6 +361,7 @@ def _compare_logits(
             comparison; None if the directory has the exact weights.
         own_code: whether this process wrote the code in the directory, so that it may run.
         compared: describes whose logits these are.
+        weights: returns the weights of a directory that transformers cannot be trusted to dequantise.
     """
     plain = plain_architecture(model_type) != ""
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
@@ -360,18 +375,8 @@ def _compare_logits(
     if needed > available:
         free = f"{size_text(available)} of memory are free"
         return f"logits were not compared: two models in fp32 need {size_text(needed)}, and {free}"
-    # Imported here because it takes seconds.
-    from transformers import AutoModelForCausalLM
-
     tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
-    # The grouped products of transformers fail where a row is not a multiple of 16 bytes.
-    exact = {"dtype": torch.float32, "experts_implementation": "eager"}
-    theirs = AutoModelForCausalLM.from_pretrained(
-        hf, **exact, trust_remote_code=not plain, local_files_only=True
-    ).eval()
-    with torch.no_grad():
-        expected: Tensor = theirs(tokens).logits[0]
-    del theirs
+    expected = _logits_of_transformers(hf, plain_architecture(model_type), tokens, weights)
     built = LanguageModel(model, ProcessMesh.single()).requires_grad_(False)
     load_weights(built, Checkpoint.open(checkpoint))
     with torch.no_grad():
@@ -389,3 +394,26 @@ def _compare_logits(
         f"verified: the logits {compared}, on {tokens.numel()} random tokens in fp32, differ by at most "
         f"{difference:.1e} of the largest logit"
     )
+
+
+def _logits_of_transformers(
+    hf: Path, architecture: str, tokens: Tensor, weights: Callable[[], dict[str, Tensor]] | None
+) -> Tensor:
+    """Return the logits [s, V] of tokens [1, s] in fp32; the code of a directory without `architecture` is run.
+
+    `weights` replaces those of the directory.
+    """
+    # Imported here because it takes seconds.
+    import transformers
+
+    # The grouped products of transformers fail where a row is not a multiple of 16 bytes.
+    exact = {"dtype": torch.float32, "experts_implementation": "eager", "local_files_only": True}
+    if weights is None:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, **exact, trust_remote_code=not architecture)
+    else:
+        config = transformers.AutoConfig.from_pretrained(hf, local_files_only=True)
+        del config.quantization_config
+        theirs = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=weights(), **exact)
+    with torch.no_grad():
+        logits: Tensor = theirs.eval()(tokens).logits[0]
+    return logits

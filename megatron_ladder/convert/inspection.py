@@ -64,7 +64,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
     yield from _model(directory.model)
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
     dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
-    yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {directory.dtype}, {size}"
+    dtype = f"FP8 and {directory.dtype}" if directory.is_quantised else directory.dtype
+    yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {dtype}, {size}"
     tokenizer = find_tokenizer(path)
     yield "without a tokenizer" if tokenizer is None else f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size} ids"
     yield f"other files: {', '.join(name for name in CARRIED if (path / name).exists()) or 'none'}"

@@ -265,7 +265,7 @@ def test_keys_of_the_types_are_those_of_their_authors() -> None:
         (V3 | {"topk_method": "greedy"}, "topk_method: found 'greedy', expected 'noaux_tc'"),
         (V3 | {"moe_layer_freq": 2}, "moe_layer_freq: found 2, expected 1"),
         (V3 | {"kv_lora_rank": None}, "kv_lora_rank: found nothing"),
-        (V3 | {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
+        (V3 | {"quantization_config": {"quant_method": "gptq"}}, "quant_method: found 'gptq', expected 'fp8'"),
         (V3 | {"farskip": True}, "farskip: found True, expected null in a deepseek_v3 model"),
         (V3 | {"gated_attention": True}, "gated_attention: found True, expected null in a deepseek_v3 model"),
         (V2 | {"norm_topk_prob": True}, "norm_topk_prob: found True, expected False"),
