@@ -1,9 +1,12 @@
 """Time and memory of generation on a GPU and an interconnect.
 
-The constants are those of a fit to 170 runs published by the authors of arXiv 2501.06589. The engine is one of today
-instead of the authors' program: keys and values have their own heads and only the places in use, attention writes no
-scores to memory, the output head is cut over the ranks, and prefill computes the logits of the last position alone.
-CUDA graphs are assumed, so that no launch is visible.
+The constants are those of a fit to 170 runs published by the authors of arXiv 2501.06589. The engine is one of today:
+the output head is cut over the ranks, prefill computes the logits of the last position alone, and CUDA graphs are
+assumed, so that no launch is visible. Attention is one of
+
+    fused       reads the keys and values of each position in use once, and writes no scores to memory
+    expanded    the authors' program: reads keys and values for each query head, which costs as many times more as
+                query heads share them, and in prefill moves its scores through memory `SCORE_PASSES` times
 
 A sub-block of a decode step reads its matrices and its part of the cache, or computes its products if that takes
 longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
@@ -17,6 +20,7 @@ Prefill expands latents.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
@@ -60,6 +64,10 @@ STREAM_PASSES = 5.9
 """Times that a sub-block of prefill moves the stream through memory."""
 PREFILL_FLOOR = 109.0
 """Kernels of a layer in prefill, us."""
+SCORE_PASSES = 44.0
+"""Times that expanded attention moves its scores [query heads, s, s] through memory in prefill, in bf16: the median of
+the 20 published runs without all-reduces and pipelines, from 36 to 69."""
+Attention = Literal["fused", "expanded"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,13 @@ class InferenceRequest:
     """Bits of a number in the matrices of the layers."""
     reduce_factor: float = 1.0
     """An all-reduce takes so many times as long as the machine's; 0 leaves all of them out."""
+    attention: Attention = "fused"
+    """Of models without latents; that of others is fused."""
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether attention reads keys and values for each query head, and writes scores."""
+        return self.attention == "expanded" and not self.model.is_latent
 
     def reduce_seconds(self, tokens: int) -> float:
         """Return the time of an all-reduce of the stream of so many tokens."""
@@ -168,9 +183,13 @@ def _read_rate(request: InferenceRequest) -> float:
     return _constants(request).rate * request.machine.gpu.memory_bytes_per_second
 
 
-def _cache_bytes(request: InferenceRequest) -> float:
-    """Return the bytes of keys and values, or of the latent, of one token and layer on one rank."""
-    heads = max(request.model.num_key_value_heads / request.ranks, 1)
+def _cache_bytes(request: InferenceRequest, of_queries: bool = False) -> float:
+    """Return the bytes of keys and values, or of the latent, of one token and layer on one rank.
+
+    `of_queries`: with a copy for each query head.
+    """
+    model = request.model
+    heads = max((model.num_attention_heads if of_queries else model.num_key_value_heads) / request.ranks, 1)
     return BYTES * heads * sum(request.model.cached_widths)
 
 
@@ -190,7 +209,7 @@ def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_b
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
         if branch.score_width:
-            loading = _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
+            loading = _cache_bytes(request, request.is_expanded) / request.machine.gpu.memory_bytes_per_second
             scoring = 2 * _decode_score_width(request.model, branch) / request.ranks
             scoring /= FLOPS_SHARE * request.machine.gpu.peak_flops
             seconds += request.batch * positions * max(loading, scoring)
@@ -226,6 +245,10 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
         flops = tokens * 2 * (branch.weights_per_token(request.ranks) + scores)
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
+        if request.is_expanded and branch.score_width:
+            heads = request.model.num_attention_heads / request.ranks
+            moved = SCORE_PASSES * BYTES * tokens * request.prompt * heads
+            seconds += moved / request.machine.gpu.memory_bytes_per_second
     return seconds + streams
 
 

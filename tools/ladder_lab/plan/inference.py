@@ -38,7 +38,7 @@ def print_inference(machine_options: MachineOptions, options: InferenceOptions) 
     errors = tensor_parallel_errors(model, tp)
     raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
     sizes = options.batch, options.prompt, options.generate, options.weight_bits
-    request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes)
+    request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes, attention=options.attention)
     # Predictions, also with the all-reduces of servers, which use NCCL between boxes.
     models = _wirings(request.model, options)
     predictions = _predict_wirings(request, models)

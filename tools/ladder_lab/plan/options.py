@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
+from ladder_lab.cost.inference import Attention
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
@@ -150,6 +151,9 @@ class InferenceOptions:
     """New tokens of each request."""
     weight_bits: float = flag(16, minimum=1, maximum=16)
     """Bits of a weight of the layers: 16, 8 or 4; 4.5 with scales of groups."""
+    attention: Attention = "fused"
+    """fused: kernels of today, which read the keys and values of a position once and write no scores; expanded: the
+    program of the paper, which reads them for each query head, and in prefill writes its scores to memory."""
     ladder_layers: int | None = flag(None, minimum=1)
     """Ladder layers of the hybrid, the last ones of the model; half of them by default."""
     json: Path | None = flag(None, output="file")
