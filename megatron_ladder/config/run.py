@@ -191,6 +191,10 @@ def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
         "--use-distributed-optimizer": "--zero-stage 0" if zero_stage == "0" else "",
         "--overlap-grad-reduce": by_deepspeed,
         "--overlap-param-gather": by_deepspeed,
+        # In Megatron, it replaces `full`.
+        "--recompute-activations": "--recompute-granularity full"
+        if flags.training.recompute_granularity == "full"
+        else "",
         "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
     }
     for flag, other in contradictions.items():

@@ -66,7 +66,7 @@ class TrainingConfig:
     """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective: the
     default, because the score matrix of attention is never stored."""
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
-    """Recompute only the first N layers; all layers by default."""
+    """Recompute only the first N layers of the model; all layers by default. Megatron counts those of each stage."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
     compile_sub_blocks: Literal["auto", "true", "false"] = "auto"

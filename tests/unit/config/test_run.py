@@ -172,6 +172,7 @@ CONTRADICTED = {
     "--use-distributed-optimizer": "--zero-stage 0",
     "--overlap-grad-reduce": "--zero-stage 2",
     "--overlap-param-gather": "--offload-optimizer cpu",
+    "--recompute-activations": "--recompute-granularity full",
 }
 """Accepted flags of Megatron, and flags that ask for the opposite."""
 
@@ -287,8 +288,79 @@ def test_the_answer_to_a_flag_of_megatron(words: str, message: str) -> None:
     assert found.startswith(message)
 
 
-def test_megatrons_selective_recomputation_is_the_default() -> None:
-    run, errors = read("--recompute-granularity selective")
+@pytest.mark.parametrize(
+    ("flag", "phrases"),
+    [
+        # Softmax before the choice gives weights that do not sum to 1; sigmoid scores are divided by their sum anyway.
+        (
+            "--moe-router-pre-softmax",
+            ["--moe-router-unnormalized with softmax scores", "leave both out with", "sigmoid"],
+        ),
+        ("--topk 1", ["--moe-router-topk;", "--moe-router-unnormalized"]),
+        ("--num-experts-switch 8", ["--moe-router-topk 1", "--moe-router-unnormalized"]),
+        ("--moe-layer-freq 2", ["0, N, 2N"]),
+        ("--expert-interval 2", ["N-1, 2N-1"]),
+        ("--moe-loss-coeff 0.1", ["--moe-router-load-balancing-type aux_loss"]),
+        ("--moe-shared-expert-overlap", ["leave it out", "other models"]),
+        ("--moe-apply-probs-on-input", ["another model is not supported"]),
+        ("--expert-model-parallel-size 8", ["--expert-sharding experts"]),
+        ("--tp-comm-overlap", ["leave it out", "another model"]),
+        ("--use-rope-scaling", ["--rope-scaling llama3", "--rope-scaling-factor, which is 8"]),
+        ("--rope-type yarn", ["--rope-scaling yarn", "--rope-original-max-position-embeddings, which is 4096"]),
+        ("--position-embedding-type yarn", ["--rope-scaling yarn"]),
+        ("--no-rope-freq 4", ["not supported"]),
+        ("--rotary-interleaved", ["leave it out"]),
+        ("--multi-latent-attention", ["32 by default"]),
+        ("--cache-mla-latents", ["leave it out"]),
+        ("--dataloader-inter-document-masking", ["use --reset-attention-mask"]),
+        ("--window-size 128,0", ["not supported"]),
+        ("--use-mup", ["not scaled by widths"]),
+        ("--recompute-method uniform", ["recomputes all layers: leave it out", "--recompute-num-layers, too"]),
+        ("--recompute-modules moe", ["a third more"]),
+        ("--fine-grained-activation-offloading", ["leave it out", "a third more"]),
+        ("--distribute-saved-activations", ["--sequence-parallel"]),
+        ("--context-parallel-size 2", ["--sequence-parallel", "a third more"]),
+        ("--num-virtual-stages-per-pipeline-rank 2", ["--num-layers divided by --pipeline-model-parallel-size"]),
+        ("--decoder-first-pipeline-num-layers 3", ["cannot be given", "--pipeline-partition parameters"]),
+        ("--data-parallel-sharding-strategy optim", ["1 for optim,"]),
+        ("--ddp-bucket-size 1", ["reduce_bucket_size"]),
+        ("--remote-device cpu", ["weights stay on the device"]),
+        ("--lr-warmup-fraction 0.1", ["part of --lr-decay-iters"]),
+        ("--train-samples 1000", ["--global-batch-size samples"]),
+        ("--decoupled-lr 1e-3", ["trains them otherwise"]),
+        ("--rampup-batch-size 16 8 300", ["one --global-batch-size"]),
+        ("--gradient-accumulation-steps 8", ["x --micro-batch-size x data-parallel"]),
+        ("--muon-extra-scale-factor 0.2", ["match_rms_adamw for spectral with a factor of 0.2"]),
+        ("--muon-coefficient-type quintic", ["only simple"]),
+        ("--iterations-to-skip 5", ["cannot be listed"]),
+        ("--check-for-spiky-loss", ["--loss-spike-factor 10"]),
+        ("--freeze-all-layers", ["requires_grad"]),
+        ("--test-mode", ["leave it out"]),
+        ("--sft", ["preprocess_data.py --chat"]),
+        ("--override-ckpt-iteration 5", ["iter_0000100"]),
+        ("--pretrained-checkpoint d", ["--finetune for the first start"]),
+        ("--save-wgrads-interval 5", ["leave it out"]),
+        ("--kd-beta-ce 1", ["b / (1 + b)"]),
+    ],
+)
+def test_an_answer_names_what_the_flag_means_in_megatron(flag: str, phrases: list[str]) -> None:
+    (found,) = read(flag)[1]
+    assert [phrase for phrase in phrases if phrase not in found] == [], found
+
+
+NAMED_BY_ANSWERS = {"--deepspeed_config", "--chat", "--chat-template", "--kd-beta-ce"}
+"""Flags with underscores, of preprocess_data.py, and of Megatron."""
+
+
+def test_answers_name_flags_that_exist() -> None:
+    for rules in _known_flags():
+        for reason in {value if isinstance(value, str) else value[0] for value in rules.values()}:
+            assert {*re.findall(r"--[\w-]+", reason)} <= own_spellings() | NAMED_BY_ANSWERS, reason
+
+
+@pytest.mark.parametrize("flag", ["--recompute-granularity selective", "--recompute-activations"])
+def test_megatrons_selective_recomputation_is_the_default(flag: str) -> None:
+    run, errors = read(flag)
     assert errors == [] and run.recompute_layers == 0
 
 
