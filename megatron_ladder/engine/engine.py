@@ -74,7 +74,7 @@ class Engine:
             return self._model.allocate_state(tokens, work.chunk, leaves=not work.is_forward)
 
         clock = PassClock(self._device.type == "cuda")
-        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         with torch.set_grad_enabled(trains):
             run_schedule(slots, pipeline, run_pass, allocate, clock, receives_early=not blocks)
         if trains:

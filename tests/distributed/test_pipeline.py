@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_ladder.data.loader import Sources
+from megatron_ladder.engine.engine import ModelInputs
 from megatron_ladder.engine.schedule import PassClock
 from megatron_ladder.train.log import RunLog, _stages, banner
 from megatron_ladder.train.record import RunRecord
@@ -243,3 +245,43 @@ def test_memory_of_a_stage_does_not_grow_with_micro_batches(gloo_pools: GlooPool
     few, many = (gloo_pools(ranks).run(peak_of_a_step, [*RECIPE, *words.split()], n * ranks) for n in (2, 8))
     for before, after in zip(few, many, strict=True):
         assert 0 < after <= 1.02 * before
+
+
+def most_outputs_alive(argv: list[str], micro_batches: int) -> int:
+    """On each rank: return the most states that chunks return whose memory a step holds at once."""
+    trainer = build_trainer_here([*argv, "--global-batch-size", str(2 * micro_batches)])
+    batches = own_batches(trainer, steps_of_batches(1, micro_batches)[0])
+    alive, numbers = set[int](), []
+    forward = trainer.engine.forward
+
+    def noting(batch: ModelInputs, **options: Any) -> Tensor:
+        leaving = forward(batch, **options)
+        if leaving.dim():
+            identity = len(numbers)
+            alive.add(identity)
+            weakref.finalize(leaving.untyped_storage(), alive.discard, identity)
+            numbers.append(len(alive))
+        return leaving
+
+    with patch.object(trainer.engine, "forward", noting):
+        train_step(trainer, batches, 1)
+    assert not alive
+    return max(numbers, default=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, "--residual-mode standard"),
+        (2, "--recompute-granularity full"),
+        (2, "--num-experts 4 --moe-layers 0-3 --moe-aux-loss-coeff 0.01"),
+        (4, "--tensor-model-parallel-size 2 --residual-mode ladder"),
+        (4, "--tensor-model-parallel-size 2 --residual-mode ladder --sequence-parallel"),
+        (4, "--tensor-model-parallel-size 2 --residual-mode desync --desync-interval 2"),
+    ],
+)
+def test_a_state_that_was_sent_is_freed(gloo_pools: GlooPools, ranks: int, words: str) -> None:
+    """Backward needs the graph behind it, not its numbers; the last one is under way while the next one is computed."""
+    stages = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+    most = gloo_pools(ranks).run(most_outputs_alive, [*RECIPE, *stages.split(), *words.split()], 8)
+    assert most == [2] * ranks

@@ -6,12 +6,15 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from queue import Queue
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.schedule import Pass, PassClock, Slot, Transfer, make_schedule, run_schedule
 from tests.helpers.schedules import played_seconds
 
@@ -305,3 +308,15 @@ def test_the_clock_separates_passes_from_waits(monkeypatch: pytest.MonkeyPatch, 
     # The first chunk sends and receives no gradient of its input, and the second one receives its state as well.
     transfers = count * (2 * chunks - 1)
     assert clock.seconds() == pytest.approx((busy, busy + transfers * (SEND + RECEIVE)))
+
+
+@pytest.mark.parametrize(("value", "early"), [(None, True), ("", True), ("0", True), ("1", False)])
+def test_receives_start_late_if_launches_block(monkeypatch: pytest.MonkeyPatch, value: str | None, early: bool) -> None:
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    executed = Mock()
+    monkeypatch.setattr("megatron_ladder.engine.engine.run_schedule", executed)
+    engine = Engine(Mock(chunks=1), Mock(), ProcessMesh.single(), torch.device("cpu"))
+    engine.run_passes([], trains=True)
+    assert executed.call_args.kwargs["receives_early"] is early
