@@ -187,14 +187,31 @@ def _read_flag(flag: Flag, name: str, attached: list[str], following: list[str],
     switched = alone or flag.switches_to
     if flag.value_type.many and value:
         before = list(line.words.get(flag.field_name) or ())
-        if before and not flag.repeats:
-            line.warnings.append(f"{name} is given twice: {' '.join(value)} replaces {' '.join(before)}")
-        line.words[flag.field_name] = [*before, *value] if flag.repeats else value
+        if flag.repeats:
+            line.words[flag.field_name] = [*before, *value]
+        else:
+            _set_words(flag, name, value, line)
     elif value or switched is not None:
-        line.words[flag.field_name] = value[0] if value else switched
+        _set_words(flag, name, value[0] if value else str(switched), line)
     else:
         line.problems.append(Problem(name, ": expected a value"))
         line.faulty.add(flag.field_name)
+
+
+def _set_words(flag: Flag, name: str, words: str | list[str], line: FlagWords) -> None:
+    """Set the words of a flag; report other words that they replace, which must be valid, too."""
+    before = line.words.get(flag.field_name)
+    line.words[flag.field_name] = words
+    if before in (None, words):
+        return
+    replaced, shown = (" ".join([given] if isinstance(given, str) else given or ()) for given in (before, words))
+    line.warnings.append(f"{name} is given twice: {shown} replaces {replaced}")
+    try:
+        value = flag.value_type.read(before or "")
+    except ValueError as error:
+        line.problems.append(Problem(name, f": {error}, before {shown} replaces it"))
+    else:
+        line.problems += limit_problems([flag], {flag.name: value}, together=False)
 
 
 def build_sections(

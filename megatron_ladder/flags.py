@@ -157,7 +157,7 @@ class Flag:
     details: str = ""
     """Computed text that follows the docstring in the help."""
     repeats: bool = False
-    """Whether a repetition of the flag adds values; otherwise it replaces them."""
+    """Whether a repetition of the flag adds values; otherwise it replaces them, which is reported."""
     on_resume: Literal["take", "report", "data", "ignore"] = "take"
     """What a resumed run does with the value of its checkpoint if the flag is not given. take: uses it; report:
     likewise, and reports another given value, because it changes what is learned; data: uses it if no other flag that

@@ -60,6 +60,8 @@ class Curves:
         if logging.wandb_project is not None:
             import wandb
 
+            if logging.wandb_save_dir is not None:
+                logging.wandb_save_dir.mkdir(parents=True, exist_ok=True)
             self._wandb = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name,

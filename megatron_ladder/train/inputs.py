@@ -1,6 +1,5 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -30,6 +29,7 @@ from megatron_ladder.data.tokenizers import (
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
+from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
@@ -261,7 +261,7 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
 
 
 def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) -> None:
-    """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
+    """Check what the run needs of this machine and that it can write its outputs: now rather than after hours."""
     if run.training.norm_implementation == "apex":
         with errors.collect():
             select_operations("apex", "false", rank_info.device())
@@ -285,11 +285,9 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
     for flag, folder in folders.items():
         if folder is None or rank_info.local_rank > 0:
             continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
+        # Other errors may refuse the start, which leaves no directories.
+        if problem := output_problem(folder, "directory"):
+            errors.add(f"{flag} {folder}: cannot be written to: {problem}: give another directory")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:

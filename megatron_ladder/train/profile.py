@@ -80,6 +80,7 @@ def step_contexts(
 def _write_trace(profiler: profile, path: Path) -> None:
     """Write a trace; a failure is only reported, because a trace is not worth ending a run for."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Written under another name first, so that a trace of the final name is complete.
         temporary = path.with_name(f".{path.name}")
         profiler.export_chrome_trace(str(temporary))

@@ -119,6 +119,8 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
     settings |= {f"data: {name}": value for name, value in data.items()}
     if inputs.teacher is not None:
         settings |= {f"--distill-from: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
+    if run.needs_deepspeed:
+        settings["version of deepspeed"] = version("deepspeed")
     training, device = run.training, rank_info.device()
     _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
@@ -128,6 +130,5 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
         "device": device.type,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "version of torch": torch.__version__,
-        "version of deepspeed": version("deepspeed"),
         "version of megatron_ladder": __version__,
     }

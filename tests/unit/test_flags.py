@@ -54,14 +54,37 @@ def test_values_are_converted_to_their_types() -> None:
     assert parse(words) == Example(10.0, 7, "cosine", False, True, (1, -2), folder=Path("a/b"), decay=0.0, depth=1)
 
 
-def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse("--lr 1 --ids 1 2 --texts a --ids 3 --texts b").ids == (3,)
-    assert capsys.readouterr().err == "*** --ids is given twice: 3 replaces 1 2 ***\n"
+@pytest.mark.parametrize(
+    ("words", "values", "warning"),
+    [
+        ("--lr 1 --ids 1 2 --texts a --ids 3 --texts b", {"ids": (3,)}, "--ids is given twice: 3 replaces 1 2"),
+        ("--lr 1 --lr 2", {"lr": 2.0}, "--lr is given twice: 2 replaces 1"),
+        ("--lr 1 --bf16 --no-bf16", {"bf16": False}, "--no-bf16 is given twice: false replaces true"),
+    ],
+)
+def test_a_repeated_flag_replaces_its_values_with_a_warning(
+    capsys: pytest.CaptureFixture[str], words: str, values: dict[str, object], warning: str
+) -> None:
+    found = parse(words)
+    assert capsys.readouterr().err == f"*** {warning} ***\n"
+    assert vars(found).items() >= values.items()
     assert parse("--lr 1 --texts a b --texts c").texts == ("a", "b", "c")
     assert flag_words({"ids": (1, 2), "texts": ("--a", "b"), "one": ["x"]}) == [
         *("--ids", "1", "2"),
         *("--texts=--a", "--texts=b", "--one=x"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--lr x --lr 1", "--lr: 'x' is not a number, before 1 replaces it"),
+        ("--lr 20 --lr 1", "--lr 20.0: expected above 0, at most 10"),
+        ("--lr 1 --ids 1 -9 --ids 3", "--ids -9: expected -2 or more"),
+    ],
+)
+def test_replaced_values_must_be_valid(words: str, error: str) -> None:
+    assert errors_of(parse, words) == [error]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import ast
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from megatron_ladder.blueprint.wiring import RESIDUAL_MODES
 from megatron_ladder.convert.hf_module import CONFIGURATION
@@ -112,3 +115,31 @@ def test_the_models_and_references_of_the_tests_of_the_plugin(
         assert (tmp_path / name / "model.safetensors").is_file()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "ladder" / "tokenizer.json").is_file()
+
+
+def test_sums_of_no_tokens_in_flight_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers without elements all have the address 0."""
+    vllm = MagicMock()
+    vllm.forward_context.in_piecewise_cudagraph.return_value = False
+    names = ("distributed.parallel_state", "forward_context", "model_executor.layers.layernorm", "utils.torch_utils")
+    for name in names:
+        parts = ["vllm", *name.split(".")]
+        module = vllm
+        for depth, part in enumerate(parts, start=1):
+            module = module if depth == 1 else getattr(module, part)
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), module)
+    spec = importlib.util.spec_from_file_location("in_flight", PLUGIN / "megatron_ladder_vllm" / "in_flight.py")
+    assert spec is not None and spec.loader is not None
+    in_flight = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(in_flight)
+    reduces, waited = in_flight.AllReduces(MagicMock()), list[int]()
+
+    def launch(partial: torch.Tensor) -> tuple[torch.Tensor, MagicMock]:
+        number = partial.numel()
+        return 2 * partial, MagicMock(wait=lambda: waited.append(number))
+
+    reduces.transport = launch
+    buffers = [reduces.start(torch.ones(tokens, 3)) for tokens in (0, 2, 0, 1)]
+    for buffer in buffers:
+        reduces.wait(buffer)
+    assert waited == [6, 3] and [buffer.shape[0] for buffer in buffers] == [0, 2, 0, 1]

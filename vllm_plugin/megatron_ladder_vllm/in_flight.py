@@ -108,11 +108,14 @@ class AllReduces:
         self.world_size = group.world_size
         overlapping = on_side_stream if group.device.type == "cuda" else asynchronous
         self.transport = overlapping(group) if overlap else in_order(group)
+        # By the address of the buffer: a compiled graph passes another tensor of the same memory to the wait.
         self._works: dict[int, Any] = {}
         _by_group[self.name] = self
 
     def start(self, partial: Tensor) -> Tensor:
         """Launch the sum of `partial`; return its buffer, which is undefined until `wait`.
+
+        Nothing is launched for no tokens: all ranks have the same ones, and empty buffers have no address.
 
         Raises:
             RuntimeError: vLLM captures a piecewise CUDA graph, which would not contain the wait.
@@ -123,13 +126,16 @@ class AllReduces:
                 '(its warnings above name the cause); pass --compilation-config \'{"cudagraph_mode": "NONE"}\', or '
                 "choose an attention backend with full graphs"
             )
+        if partial.numel() == 0:
+            return torch.empty_like(partial)
         buffer, work = self.transport(partial)
         self._works[buffer.data_ptr()] = work
         return buffer
 
     def wait(self, buffer: Tensor) -> None:
         """Wait for the sum of a launched buffer."""
-        self._works.pop(buffer.data_ptr()).wait()
+        if buffer.numel() > 0:
+            self._works.pop(buffer.data_ptr()).wait()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum of `partial`, launched as the others are: FlashInfer's for PCIe allows only one stream."""

@@ -16,7 +16,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
-from megatron_ladder.train import inputs
+from megatron_ladder.train import inputs, setup
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.resume import learned_changes
 from tests.helpers.runs import errors_of
@@ -83,6 +83,24 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
     ):
         found = mistakes(words)
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
+
+
+def test_a_refused_start_leaves_no_directories(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "tokens", range(40))
+    before = {*tmp_path.rglob("*")}
+    outputs = f"--tensorboard-dir {tmp_path}/curves --profile --profile-step-start 0 --profile-step-end 1"
+    found = mistakes(f"--data-path {prefix} --split 0,1 {outputs} --profile-dir {tmp_path}/a/traces")
+    assert len(found) == 1 and "for training" in found[0]
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_only_a_run_with_deepspeed_compares_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_documents(tmp_path / "tokens", range(40))
+    monkeypatch.setattr(setup, "version", lambda package: f"that of {package}")
+    place, name = RankInfo(0, 2, 0), "version of deepspeed"
+    for words, expected in (("", None), ("--zero-stage 2", "that of deepspeed")):
+        opened = read_inputs([*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0 {words}".split()], place)
+        assert setup._shared_settings(opened, place).get(name) == expected
 
 
 def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
