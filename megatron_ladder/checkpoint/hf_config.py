@@ -18,21 +18,17 @@ import msgspec
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_mscale
 from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.checkpoint.hf_keys import FIELDS, OPTIONAL_ROPE_KEYS, ROPE_FIELDS, HFKeys, HFRope
 from megatron_ladder.checkpoint.hf_types import (
     AUTHORS_TYPE,
-    FIELDS,
     GROUPS,
     INSTELLA_TYPE,
     LATENT,
-    OPTIONAL_ROPE_KEYS,
     OWN_TYPE,
-    ROPE_FIELDS,
     SIZES,
     TRAITS,
     TYPES,
     UNREADABLE,
-    HFKeys,
-    HFRope,
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
@@ -56,11 +52,7 @@ def model_config_from_hf(
     model_type = type_of(config)
     errors = _Errors()
     if model_type not in TYPES:
-        lacking = UNREADABLE.get(model_type)
-        reason = f"has {lacking}: " if lacking else ""
-        raise UserError(
-            f"{source}: model_type {config.get('model_type')!r}: {reason}only {', '.join(TYPES)} can be converted"
-        )
+        raise UserError(f"{source}: {_type_error(config.get('model_type'))}")
     check_quantization(config, source)
     try:
         read = typed(config, HFKeys)
@@ -81,6 +73,8 @@ def model_config_from_hf(
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
     errors += [(key, None, "a value") for key in row.required if key not in given]
+    if "kv_lora_rank" in row.required and "q_lora_rank" not in config:
+        errors.append(("q_lora_rank", None, "a number, or null for queries without a latent"))
     errors += _unsupported(model_type, given)
     heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
@@ -105,6 +99,15 @@ def model_config_from_hf(
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
+
+
+def _type_error(model_type: object) -> str:
+    if isinstance(model_type, str) and model_type in UNREADABLE:
+        *others, last = UNREADABLE[model_type]
+        lacking = f"{', '.join(others)} and {last}" if others else last
+        return f"model_type {model_type} needs {lacking}, which are not supported"
+    found = "nothing" if model_type is None else repr(model_type)
+    return f"model_type: found {found}, expected one of {', '.join(TYPES)}"
 
 
 def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:

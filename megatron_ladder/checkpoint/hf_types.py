@@ -1,12 +1,11 @@
-"""The types of Hugging Face models that are read and written: one table of their keys in `config.json`."""
+"""The types of Hugging Face models that are read and written: one table of their keys in `config.json`.
+
+This module needs only the standard library, because `--help` lists the types.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_type_hints
-
-from msgspec import Meta, Struct
-
-from megatron_ladder.blueprint.model import ModelConfig
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 OWN_TYPE = "megatron_ladder"
 """`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
@@ -15,145 +14,104 @@ AUTHORS_TYPE = "llamaLadder"
 INSTELLA_TYPE = "instella_moe"
 """AMD's Instella-MoE, a DeepSeek-V3 (its `model_type`) with gated attention and the farskip wiring. It is only read."""
 _INSTELLA_ARCHITECTURES = ["InstellaMoEForCausalLM"]
-UNREADABLE = {
-    "longcat_flash": "experts that compute nothing",
-    "gpt_oss": "attention with sinks and sliding windows, and experts with biases and clamped activations",
-    "qwen2_moe": "a shared expert behind a gate",
-    "qwen3_next": "linear attention, and a shared expert behind a gate",
-    "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
+_LAYER_NORM = "LayerNorm"
+_PLAIN_MLP = "an MLP without gates"
+_MULTIPLIERS = "multipliers of embeddings, residuals and logits"
+_SCALED = "scaled embeddings"
+_AFTER = "norms after sub-blocks"
+_WINDOWS = "sliding windows"
+_ALL_HEADS = "one norm over all query heads"
+_PAIRS = "rotary embeddings of neighbouring pairs"
+_FUSED = "gates and ups in one tensor"
+_MAMBA = "Mamba layers"
+_LINEAR = "linear attention"
+_INDEXER = "sparse attention with an indexer"
+_SINKS = "attention sinks"
+_SHARED_GATE = "a shared expert behind a gate"
+_CHUNKED = "chunked attention"
+_POSITIONS = "learned positions"
+_SQUARED = "squared ReLU"
+_IMAGES = "images"
+UNREADABLE: dict[str, tuple[str, ...]] = {
+    "apertus": ("xIELU",),
+    "arcee": (_SQUARED,),
+    "bamba": (_MAMBA,),
+    "bitnet": ("norms inside sub-blocks", _SQUARED),
+    "bloom": (_LAYER_NORM, "ALiBi", _PLAIN_MLP),
+    "cohere": (_LAYER_NORM, "scaled logits"),
+    "cohere2": (_LAYER_NORM, "scaled logits", _WINDOWS),
+    "dbrx": (_LAYER_NORM, "clipped queries, keys and values"),
+    "deepseek_v32": (_INDEXER,),
+    "deepseek_v4": (_INDEXER, _SINKS, _WINDOWS),
+    "ernie4_5": (_PAIRS,),
+    "ernie4_5_moe": (_PAIRS,),
+    "exaone4": (_AFTER, _WINDOWS),
+    "falcon": (_LAYER_NORM, _PLAIN_MLP),
+    "falcon_h1": (_MAMBA,),
+    "falcon_mamba": (_MAMBA,),
+    "gemma": ("GeGLU", _SCALED),
+    "gemma2": ("GeGLU", _SCALED, _AFTER, _WINDOWS, "soft-capped attention"),
+    "gemma3": ("GeGLU", _SCALED, _AFTER, _WINDOWS, _IMAGES),
+    "gemma3_text": ("GeGLU", _SCALED, _AFTER, _WINDOWS),
+    "gemma4": (_SCALED, _AFTER, _WINDOWS, _IMAGES),
+    "gemma4_text": (_SCALED, _AFTER, _WINDOWS),
+    "glm": (_PAIRS, _FUSED),
+    "glm4": (_PAIRS, _FUSED, _AFTER),
+    "glm_moe_dsa": (_INDEXER,),
+    "gpt2": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
+    "gpt_bigcode": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
+    "gpt_neox": (_LAYER_NORM, _PLAIN_MLP),
+    "gpt_oss": (_SINKS, _WINDOWS, "experts with biases and clamped activations"),
+    "gptj": (_LAYER_NORM, _PLAIN_MLP),
+    "granite": (_MULTIPLIERS,),
+    "granitemoe": (_MULTIPLIERS,),
+    "granitemoehybrid": (_MULTIPLIERS, _MAMBA),
+    "helium": (_PAIRS,),
+    "hunyuan_v1_dense": ("norms of heads after rotary embeddings",),
+    "jamba": (_MAMBA,),
+    "kimi_linear": (_LINEAR,),
+    "lfm2": ("short convolutions",),
+    "llama4": (_CHUNKED, "experts whose inputs are weighted instead of their outputs", _IMAGES),
+    "llama4_text": (_CHUNKED, "experts whose inputs are weighted instead of their outputs"),
+    "longcat_flash": ("experts that compute nothing",),
+    "mamba": (_MAMBA,),
+    "mamba2": (_MAMBA,),
+    "mimo_v2_flash": (_SINKS, _WINDOWS),
+    "minicpm3": (_MULTIPLIERS,),
+    "minimax": (_LINEAR,),
+    "minimax_m2": (_ALL_HEADS,),
+    "ministral": (_WINDOWS,),
+    "ministral3": ("queries scaled by their position",),
+    "mistral3": (_IMAGES,),
+    "mllama": (_IMAGES,),
+    "mpt": (_LAYER_NORM, "ALiBi", _PLAIN_MLP),
+    "nanochat": ("norms without weights", _SQUARED),
+    "nemotron": (_LAYER_NORM, _SQUARED),
+    "nemotron_h": (_MAMBA,),
+    "olmo": (_LAYER_NORM,),
+    "olmo2": (_AFTER, _ALL_HEADS),
+    "olmo3": (_AFTER, _ALL_HEADS, _WINDOWS),
+    "olmoe": (_ALL_HEADS,),
+    "opt": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
+    "phi": (_LAYER_NORM, _PLAIN_MLP),
+    "phi3": ("queries, keys and values in one tensor", _FUSED),
+    "phimoe": (_LAYER_NORM, "a sparse mixer of experts"),
+    "qwen2_5_vl": (_IMAGES,),
+    "qwen2_moe": (_SHARED_GATE,),
+    "qwen2_vl": (_IMAGES,),
+    "qwen3_5": (_LINEAR, _IMAGES),
+    "qwen3_5_moe": (_LINEAR, _SHARED_GATE, _IMAGES),
+    "qwen3_5_moe_text": (_LINEAR, _SHARED_GATE),
+    "qwen3_5_text": (_LINEAR,),
+    "qwen3_next": (_LINEAR, _SHARED_GATE),
+    "qwen3_vl": (_IMAGES,),
+    "qwen3_vl_moe": (_IMAGES,),
+    "smollm3": ("layers without rotary embeddings",),
+    "stablelm": (_LAYER_NORM,),
+    "starcoder2": (_LAYER_NORM, _PLAIN_MLP),
 }
-"""Other well-known `model_type` with experts -> what they have that this package cannot compute."""
+"""Other well-known `model_type` -> features of it that this package cannot compute, or tensors that it cannot read."""
 
-_Size = Annotated[int, Meta(ge=1, lt=2**31)]
-_Count = Annotated[int, Meta(ge=0, lt=2**31)]
-
-
-class HFRope(Struct):
-    """One of the two spellings of a rotary embedding."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: _Size | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool | None = None
-    partial_rotary_factor: float | None = None
-
-
-class HFKeys(Struct):
-    """The keys that are read, with the fields of `ModelConfig` that have the same values, if their names differ.
-
-    Sizes must be present: the defaults of other programs are not assumed.
-    """
-
-    num_hidden_layers: _Size
-    hidden_size: _Size
-    intermediate_size: Annotated[_Size, "ffn_hidden_size"]
-    num_attention_heads: _Size
-    vocab_size: _Size
-    max_position_embeddings: _Size
-    rms_norm_eps: Annotated[float, "norm_epsilon"]
-    num_key_value_heads: _Size | None = None
-    head_dim: _Size | None = None
-    initializer_range: Annotated[float | None, "init_method_std"] = None
-    hidden_act: Literal["silu", "swish"] = "silu"
-    tie_word_embeddings: Annotated[bool | None, "tie_embeddings"] = None
-    attention_bias: Annotated[bool | None, "add_qkv_bias"] = None
-    attention_output_bias: Annotated[bool | None, "add_attention_output_bias"] = None
-    mlp_bias: Annotated[bool | None, "add_mlp_bias"] = None
-    qk_norm: Annotated[bool | None, "qk_layernorm"] = None
-    final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
-    sliding_window: _Size | None = None
-    use_sliding_window: bool | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
-    partial_rotary_factor: float | None = None
-    rope_theta: float | None = None
-    rope_parameters: HFRope | None = None
-    rope_scaling: HFRope | None = None
-    original_max_position_embeddings: _Size | None = None
-    num_experts: _Count | None = None
-    num_local_experts: Annotated[_Size | None, "num_experts"] = None
-    n_routed_experts: Annotated[_Size | None, "num_experts"] = None
-    num_experts_per_tok: Annotated[_Size | None, "moe_router_topk"] = None
-    moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
-    shared_expert_intermediate_size: Annotated[_Count | None, "moe_shared_expert_intermediate_size"] = None
-    n_shared_experts: _Count | None = None
-    scoring_func: Annotated[Literal["softmax", "sigmoid"] | None, "moe_router_score_function"] = None
-    norm_topk_prob: bool | None = None
-    routed_scaling_factor: Annotated[float | None, "moe_router_topk_scaling_factor"] = None
-    use_expert_bias: Annotated[bool | None, "moe_router_enable_expert_bias"] = None
-    n_group: Annotated[_Size | None, "moe_router_num_groups"] = None
-    topk_group: Annotated[_Size | None, "moe_router_group_topk"] = None
-    expert_layers: list[_Count] | None = None
-    decoder_sparse_step: _Size | None = None
-    mlp_only_layers: list[_Count] | None = None
-    first_k_dense_replace: _Count | None = None
-    moe_layer_freq: Any = None
-    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
-    num_nextn_predict_layers: _Count | None = None
-    use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
-    kv_lora_rank: _Size | None = None
-    q_lora_rank: _Size | None = None
-    qk_nope_head_dim: _Size | None = None
-    qk_rope_head_dim: _Size | None = None
-    v_head_dim: _Size | None = None
-    rope_interleave: bool | None = None
-    gated_attention: Annotated[bool | None, "attention_output_gate"] = None
-    farskip: bool | None = None
-    farskip_start_idx: _Count | None = None
-    farskip_end_idx: float | None = None
-    attn_only_farskip: bool | None = None
-    mlp_only_farskip: bool | None = None
-    ladder_layers: _Count | list[_Count] | None = None
-    residual_mode: str | None = None
-    residual_staleness: _Size | None = None
-    lanes: _Count | None = None
-    desync_interval: _Count | None = None
-    desync_tp: _Count | None = None
-
-
-def _fields_of_keys() -> dict[str, str]:
-    """Return the field of the model for each key of `HFKeys` that has its value: the annotated name, or the key's."""
-    model_fields = {known.name for known in fields(ModelConfig)}
-    by_key: dict[str, str] = {}
-    for key, hint in get_type_hints(HFKeys, include_extras=True).items():
-        annotated = [name for name in getattr(hint, "__metadata__", ()) if isinstance(name, str)]
-        name = annotated[0] if annotated else key
-        if name in model_fields:
-            by_key[key] = name
-    return by_key
-
-
-FIELDS = _fields_of_keys()
-"""Key -> field of the model with the same value."""
-ROPE_FIELDS = {
-    "default": {},
-    "linear": {"factor": "rope_scaling_factor"},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_max_position_embeddings",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-        "mscale": "rope_mscale",
-        "mscale_all_dim": "rope_mscale_all_dim",
-    },
-}
-"""`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
-OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim")
 TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.blueprint.wiring import LATE_MODES, ResidualMode
+from megatron_ladder.checkpoint.hf_types import TYPES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
@@ -48,9 +49,8 @@ class CheckpointOptions(ConversionOptions):
 class ImportOptions(CheckpointOptions):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
-    hf: Path
-    """Directory with config.json and safetensors: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, GLM-4.5, the
-    paper's llamaLadder, or a directory that `export` wrote."""
+    hf: Path = flag(details=f"{', '.join(TYPES)}.")
+    """Directory with config.json and safetensors. Its model_type must be one of"""
 
 
 @dataclass(frozen=True, kw_only=True)

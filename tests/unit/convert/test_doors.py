@@ -295,8 +295,8 @@ ODD: dict[str, Odd] = {
     "Mixtral": Odd(kind="mixtral"),
     # Keys and types.
     "no norm_eps": refused("rms_norm_eps: found nothing, expected a number", config={"rms_norm_eps": ...}),
-    "no type": refused("model_type", config={"model_type": ...}),
-    "an unknown type": refused("model_type 'odd'", config={"model_type": "odd"}),
+    "no type": refused("model_type: found nothing, expected one of llama", config={"model_type": ...}),
+    "an unknown type": refused("model_type: found 'odd', expected one of llama", config={"model_type": "odd"}),
     "late layers in a Llama": refused("ladder_layers: found [1]", config={"ladder_layers": [1]}),
     "a text as a number": refused("vocab_size: found '301'", config={"vocab_size": "301"}),
     "code for a plain architecture": Odd(config={"auto_map": {"AutoModel": "odd.Model"}}),
