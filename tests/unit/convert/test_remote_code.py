@@ -127,7 +127,6 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
     [
         ({"model_type": "gemma2"}, "model_type gemma2 needs GeGLU, scaled embeddings, "),
         ({"model_type": ["llama"]}, "model_type: found ['llama'], expected one of llama, mistral"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: the weights are quantised"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu' or 'swish'"),
         ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
