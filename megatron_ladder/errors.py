@@ -5,6 +5,7 @@ an exit code, in the same way for all programs.
 """
 
 import contextlib
+import difflib
 import errno
 import faulthandler
 import os
@@ -135,6 +136,22 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 file`, `1,234 files`, `2 boxes`."""
     plural = "es" if noun.endswith("x") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def expected_one_of(word: str, names: Iterable[str], likely: Iterable[str] = ()) -> str:
+    """Return `expected one of` the names, after the one that a word probably means, among `likely` ones if there are.
+
+    Upper case, dashes and other signs make no difference.
+    """
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    listed = list(names)
+    by_plain = {plain(name): name for name in likely or listed}
+    near = difflib.get_close_matches(plain(word), by_plain, n=1, cutoff=0.8)
+    expected = f"did you mean {by_plain[near[0]]}? Expected" if near else "expected"
+    return f"{expected} one of {', '.join(listed)}"
 
 
 def limited(messages: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from megatron_ladder.errors import Problem
+from megatron_ladder.errors import Problem, expected_one_of
 from megatron_ladder.files import OutputKind, output_problem
 
 _IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
@@ -280,7 +280,7 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
             if isinstance(item, int | float) and not declared.allows(item):
                 problems.append(Problem(name, f" {item}: expected {declared.bounds}"))
             if isinstance(item, str) and declared.choices and item not in declared.choices:
-                problems.append(Problem(name, f" {item}: expected one of {', '.join(declared.choices)}"))
+                problems.append(Problem(name, f" {item}: {expected_one_of(item, declared.choices)}"))
             if declared.output and isinstance(item, Path) and (problem := output_problem(item, declared.output)):
                 problems.append(Problem(name, f" {item}: cannot be written: {problem}: give another path"))
         if not together or value in (declared.default, "false") or len(problems) > before:

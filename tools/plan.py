@@ -6,21 +6,22 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.plan.options import LayoutOptions, parse_options  # noqa: E402
+from ladder_lab.plan.options import LayoutOptions, parse_options, planned_model  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
-    machine, options = parse_options(argv)
+    machine, options, flags = parse_options(argv)
+    name, model = planned_model(options, flags)
     if isinstance(options, LayoutOptions):
         from ladder_lab.plan.program import print_layouts
 
-        print_layouts(machine, options)
+        print_layouts(name, model, machine, options)
         return
     from ladder_lab.plan.inference import print_inference
 
-    print_inference(machine, options)
+    print_inference(name, model, machine, options, flags.ladder_layers)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.checkpoint.hf_config import hf_config
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.commands import run_command
 from tests.helpers.runs import errors_of
@@ -233,12 +236,72 @@ def test_the_machine_is_printed_with_what_is_assumed(
 
 
 @pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("inference --tp 4", "qwen3-30b-a3b"),
+        ("inference --tp 4", "deepseek-v2-lite"),
+        ("layouts --gpus 8 --batch 8 --wirings standard", "llama-3b"),
+    ],
+)
+def test_a_model_is_a_name_a_directory_or_flags(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers reads and writes the configuration in between."""
+    AutoConfig.for_model(**hf_config(SIZES[name], dtype="bfloat16")).save_pretrained(tmp_path)
+    model_words = SIZES[name].to_words()
+    reports = []
+    for words in (
+        ["--model", name],
+        ["--model", str(tmp_path)],
+        ["--model", str(tmp_path / "config.json")],
+        model_words,
+    ):
+        main([*command.split(), *words])
+        reports.append(capsys.readouterr().out.partition("\n\n")[2])
+    by_name, *others = reports
+    assert others == [by_name] * 3
+
+
+def test_a_plan_s_command_can_train_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+    main("--model 1b --gpus 8 --batch 8 --seq-length 16384".split())
+    assert "--max-position-embeddings 16384" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gpu H100", "--gpu H100: did you mean h100? Expected one of"),
+        ("--gpu rtx4090", "--gpu rtx4090: did you mean rtx-4090? Expected one of"),
+        ("inference --model Llama-3-8B", "--model Llama-3-8B: did you mean llama-8b? Expected one of"),
+        ("--model lama-70b", "--model lama-70b: did you mean llama-70b? Expected one of"),
+        ("--wirings laddr", "--wirings laddr: did you mean ladder? Expected one of"),
+        ("--wirings ladder_parallel", "--wirings ladder_parallel: did you mean ladder-parallel? Expected one of"),
+        ("--link nvlnk", "--link nvlnk: did you mean nvlink? Expected one of"),
+        (
+            "--model meta-llama/Llama-3.1-8B",
+            "--model meta-llama/Llama-3.1-8B: cannot be read (No such file or directory)",
+        ),
+        ("--num-layers 4", "--vocab-size is required with --num-layers"),
+        ("--model 8b --num-experts 4", "--model and --num-experts exclude each other: give one of them"),
+        ("--residual-mode ladder", "--residual-mode: wirings are compared: give --wirings"),
+        ("inference --lanes 4", "--lanes: wirings are compared: leave it out"),
+        ("inference --ladder-layers 99", "--ladder-layers 99: the upper 99 layers of 80 do not exist"),
+        ("inference --ladder-layers none", "--ladder-layers none: the hybrid would be standard"),
+        ("--num-layers 4 --hidden-size 100 --vocab-size 9", "--hidden-size 100 is not divisible by"),
+    ],
+)
+def test_a_name_or_flag_that_is_not_known_comes_with_the_one_that_is(words: str, expected: str) -> None:
+    (message,) = errors_of(main, words.split())
+    assert message.startswith(expected)
+
+
+@pytest.mark.parametrize(
     ("words", "parts"),
     [
         (
             "inference --tp 3",
             [
-                "--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible",
+                "--tp 3 does not divide llama-70b: --num-attention-heads 64 is not divisible",
                 "--ffn-hidden-size 28672",
                 "--num-key-value-heads 8",
             ],

@@ -1,10 +1,10 @@
 """Model shapes, by name or in numbers."""
 
-import difflib
 import re
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
+from megatron_ladder.errors import expected_one_of
 
 POSITIONS = 8192
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
@@ -142,10 +142,8 @@ def find_size(text: str) -> ModelConfig:
         return SIZES[min(names, key=len)]
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:
         # llama-13b is rather llama-2-13b than llama-3b.
-        as_large = [name for name in SIZES if name.endswith(f"-{text.rpartition('-')[2]}")]
-        near = difflib.get_close_matches(text, as_large or SIZES, n=1, cutoff=0.8)
-        expected = f"did you mean {near[0]}? Expected one of" if near else "expected one of"
-        raise ValueError(f"{expected} {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
+        as_large = [name for name in SIZES if name.endswith(f"-{text.lower().rpartition('-')[2]}")]
+        raise ValueError(f"{expected_one_of(text, SIZES, as_large)}, or {SHAPE} such as 8x192x512x6x6x4096")
     _, hidden, _, heads, *_ = map(int, text.split("x"))
     if heads == 0 or hidden % heads:
         raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")

@@ -1,10 +1,9 @@
 """`tools/plan.py inference`: what each wiring would gain for a model on a machine."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, InferenceTimes, inference_memory, predict_inference
 from ladder_lab.cost.machines import LINK_ERROR
 from ladder_lab.output import markdown_table, write_json
@@ -12,6 +11,7 @@ from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
 from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.blueprint.model_flags import parse_layers
 from megatron_ladder.errors import UserError, raise_user_errors
 
 USABLE_MEMORY = 0.9
@@ -31,16 +31,25 @@ class _Prediction:
     speed_up_range: tuple[float, float]
 
 
-def print_inference(machine_options: MachineOptions, options: InferenceOptions) -> None:
-    """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
+def print_inference(
+    name: str,
+    model: ModelConfig,
+    machine_options: MachineOptions,
+    options: InferenceOptions,
+    ladder_layers: str | None = None,
+) -> None:
+    """Print the predictions and write the file that the options name; raise UserError for an impossible layout.
+
+    `ladder_layers` are those of the hybrid, in the notation of the flag; by default the upper half.
+    """
     tp = options.tp
-    model = find_size(options.model)
     errors = tensor_parallel_errors(model, tp)
-    raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
+    raise_user_errors(f"--tp {tp} does not divide {name}: {error}" for error in errors)
     sizes = options.batch, options.prompt, options.generate, options.weight_bits
     request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes, attention=options.attention)
     # Predictions, also with the all-reduces of servers, which use NCCL between boxes.
-    models = _wirings(request.model, options)
+    late = _hybrid_layers(model, ladder_layers)
+    models = _wirings(model, tp, late)
     predictions = _predict_wirings(request, models)
     machine = request.machine
     servers = machine.with_one_shot() if 1 < tp <= machine.per_box else None
@@ -49,12 +58,12 @@ def print_inference(machine_options: MachineOptions, options: InferenceOptions) 
     # The report.
     memory = inference_memory(request)
     print(
-        f"{options.model} on {machine_options.place(request.ranks)}, batch {request.batch}, "
+        f"{name} on {machine_options.place(request.ranks)}, batch {request.batch}, "
         f"{request.prompt} prompt tokens, "
         f"{request.new_tokens} new tokens\n"
         f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )
-    sentence = _answer(request, predictions, options)
+    sentence = _answer(request, predictions, late)
     if fast is not None and _fits(request):
         sentence += f" {_one_shot_answer(request, fast, with_one_shot)}"
     if _fits(request):
@@ -118,7 +127,7 @@ def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig
     return predictions
 
 
-def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], options: InferenceOptions) -> str:
+def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], late: Sequence[int]) -> str:
     """Say in one sentence whether to train or adapt to a wiring."""
     usable = USABLE_MEMORY * request.machine.gpu.memory_bytes / 1e9
     if not _fits(request):
@@ -130,7 +139,7 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
         return "Answer: no. A single GPU has no all-reduce to hide."
     others = {name: prediction for name, prediction in predictions.items() if name != "no-comm"}
     fastest = max(others.values(), key=lambda prediction: prediction.tokens_per_second)
-    replica = _fastest_replicas(request, options)
+    replica = _fastest_replicas(request, late)
     if replica is not None and replica.tokens_per_second >= fastest.tokens_per_second:
         return (
             f"Answer: one replica per box. TP {request.machine.per_box} inside each box generates "
@@ -163,7 +172,7 @@ def _one_shot_answer(
     )
 
 
-def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _Prediction | None:
+def _fastest_replicas(request: InferenceRequest, late: Sequence[int]) -> _Prediction | None:
     """Return the fastest wiring of one replica in each box, with the tokens per second of all; None if none fits."""
     per_box = request.machine.per_box
     boxes = request.ranks // per_box
@@ -172,22 +181,29 @@ def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _
     inside = replace(request, ranks=per_box, batch=math.ceil(request.batch / boxes))
     if not _fits(inside):
         return None
-    predictions = _predict_wirings(inside, _wirings(request.model, replace(options, tp=per_box)))
+    predictions = _predict_wirings(inside, _wirings(request.model, per_box, late))
     predictions.pop("no-comm")
     best = max(predictions.values(), key=lambda prediction: prediction.tokens_per_second)
     return replace(best, tokens_per_second=best.tokens_per_second * request.batch / inside.batch)
 
 
-def _wirings(model: ModelConfig, options: InferenceOptions) -> dict[str, ModelConfig]:
-    """Return the model in every wiring, by name; the hybrid's last layers are ladder layers."""
-    layers = model.num_layers
-    late = layers // 2 if options.ladder_layers is None else options.ladder_layers
-    if late > layers:
-        raise UserError(f"--ladder-layers {late}: the model has {layers} layers")
+def _hybrid_layers(model: ModelConfig, ladder_layers: str | None) -> tuple[int, ...]:
+    """Return the ladder layers of the hybrid; raise UserError for a text that names none."""
+    try:
+        layers = parse_layers(str(model.num_layers // 2) if ladder_layers is None else ladder_layers, model.num_layers)
+    except ValueError as error:
+        raise UserError(f"--ladder-layers {ladder_layers}: {error}") from None
+    if not layers and ladder_layers is not None:
+        raise UserError(f"--ladder-layers {ladder_layers}: the hybrid would be standard: give one layer or more")
+    return layers
+
+
+def _wirings(model: ModelConfig, ranks: int, late: Sequence[int]) -> dict[str, ModelConfig]:
+    """Return the model in every wiring, by name; the hybrid has the `late` layers as ladder layers."""
     models = {
-        name: wiring.of(model, options.tp)
+        name: wiring.of(model, ranks)
         for name, wiring in NAMED_WIRINGS.items()
-        if wiring.is_planned and wiring.fits(model, options.tp)
+        if wiring.is_planned and wiring.fits(model, ranks)
     }
-    models[f"hybrid-{late}"] = replace(models["ladder"], ladder_layers=tuple(range(layers - late, layers)))
+    models[f"hybrid-{len(late)}"] = replace(models["ladder"], ladder_layers=tuple(late))
     return models

@@ -11,13 +11,18 @@ from ladder_lab.cost.inference import Attention
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
+from megatron_ladder.blueprint.model import ModelConfig, resolve_model
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import FlagWords, flag_words, parse_command_line, take_subcommand
-from megatron_ladder.errors import Problem, UserError
-from megatron_ladder.flags import flag, flag_name
+from megatron_ladder.errors import Problem, UserError, expected_one_of, raise_user_errors
+from megatron_ladder.flags import flag, flag_name, section_flags
 
 _GPU_FLAGS = ("gpu_memory_gb", "memory_bandwidth_gbs", "peak_tflops")
 """The figures that describe a GPU without the help of its name."""
+_MODELS = f"Names: {', '.join(SIZES)}; numbers: {SHAPE}; of a directory, only config.json is read."
+_WIRING_FLAGS = ("residual_mode", "residual_staleness", "lanes", "desync_interval")
+_MODEL_FLAGS = frozenset(flag.field_name for flag in section_flags(ModelFlags)) - {*_WIRING_FLAGS, "ladder_layers"}
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,9 @@ class MachineOptions:
 class LayoutOptions:
     """Layouts. The model to train, and the cluster."""
 
-    model: str = flag("llama-8b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
-    """Shape of the model, by name (llama-8b, or just 8b) or in numbers as in 8x192x512x6x6x4096."""
+    model: str = flag("llama-8b", details=_MODELS)
+    """Model: a name (llama-8b, or just 8b), a Hugging Face directory, or numbers as in 8x192x512x6x6x4096.
+    Flags such as --num-layers describe another one."""
     gpus: int = flag(8, minimum=1)
     """GPUs of the whole cluster."""
     global_batch_size: int = flag(512, aliases=("--batch",), minimum=1)
@@ -139,8 +145,9 @@ class LayoutOptions:
 class InferenceOptions:
     """Inference. The model, and the requests."""
 
-    model: str = flag("llama-70b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
-    """Shape of the model, by name (llama-70b, or just 70b) or in numbers as in 8x192x512x6x6x4096."""
+    model: str = flag("llama-70b", details=_MODELS)
+    """Model: a name (llama-70b, or just 70b), a Hugging Face directory, or numbers as in 8x192x512x6x6x4096.
+    Flags such as --num-layers describe another one."""
     tp: int = flag(8, aliases=("--gpus",), minimum=1)
     """Tensor-parallel GPUs."""
     batch: int = flag(4, minimum=1)
@@ -154,8 +161,6 @@ class InferenceOptions:
     attention: Attention = "fused"
     """fused: kernels of today, which read the keys and values of a position once and write no scores; expanded: the
     program of the paper, which reads them for each query head, and in prefill writes its scores to memory."""
-    ladder_layers: int | None = flag(None, minimum=1)
-    """Ladder layers of the hybrid, the last ones of the model; half of them by default."""
     json: Path | None = flag(None, output="file")
     """File for all predictions."""
 
@@ -167,14 +172,71 @@ DESCRIPTIONS = {
 KINDS = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 
-def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | InferenceOptions]:
+def parse_options(
+    argv: Sequence[str],
+) -> tuple[MachineOptions, LayoutOptions | InferenceOptions, ModelFlags]:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
     arguments = argv if argv and not argv[0].startswith("-") else ["layouts", *argv]
     command, words = take_subcommand(arguments, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
     description = "\n".join(f"plan.py {name}: {text}" for name, text in DESCRIPTIONS.items())
-    sections = [MachineOptions, KINDS[command]]
-    machine, options = parse_command_line(sections, words, f"plan.py {command}", description, _unknown_names)
-    return machine, options
+    sections = [MachineOptions, KINDS[command], ModelFlags]
+
+    def find_problems(flag_words: FlagWords) -> Iterator[Problem]:
+        yield from _unknown_names(flag_words)
+        yield from _model_problems(flag_words, command)
+
+    machine, options, flags = parse_command_line(sections, words, f"plan.py {command}", description, find_problems)
+    return machine, options, flags
+
+
+def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) -> tuple[str, ModelConfig]:
+    """Return the name and the shape of the model; raise UserError for a file that describes none."""
+    length = options.seq_length if isinstance(options, LayoutOptions) else options.prompt + options.generate
+    path = Path(options.model)
+    if flags.vocab_size is not None:
+        errors: list[str] = []
+        model = resolve_model(replace(flags, ladder_layers=None), flags.vocab_size, length, 1, errors)
+        raise_user_errors(errors)
+        name = f"{flags.num_layers} layers of {flags.hidden_size:,}"
+    elif _is_path(options.model):
+        from megatron_ladder.checkpoint.hf_config import model_config_from_hf
+        from megatron_ladder.typed import json_object
+
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"--model {path}: cannot be read ({error.strerror}): give a Hugging Face directory or its config.json"
+            ) from None
+        name, model = options.model, model_config_from_hf(json_object(path, content), str(path))
+    else:
+        name, model = options.model, find_size(options.model)
+    return name, replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
+
+
+def _is_path(model: str) -> bool:
+    """Whether --model is a file or a directory; the name of a known model is not."""
+    try:
+        find_size(model)
+    except ValueError:
+        return "/" in model or Path(model).exists()
+    return False
+
+
+def _model_problems(flag_words: FlagWords, command: str) -> Iterator[Problem]:
+    """Find flags of a model without a vocabulary, next to --model, or of a wiring, all of which are compared."""
+    words = flag_words.words
+    given = [flag_name(name) for name in words if name in _MODEL_FLAGS]
+    if given and "model" in words:
+        yield Problem("--model", f" and {given[0]} exclude each other: give one of them")
+    elif given and "vocab_size" not in words:
+        yield Problem("--vocab-size", f" is required with {given[0]}")
+    fix = "give --wirings" if command == "layouts" else "leave it out"
+    refused = (*_WIRING_FLAGS, "ladder_layers") if command == "layouts" else _WIRING_FLAGS
+    for name in refused:
+        if name in words:
+            yield Problem(flag_name(name), f": wirings are compared: {fix}")
 
 
 def _unknown_names(flag_words: FlagWords) -> Iterator[Problem]:
@@ -185,13 +247,14 @@ def _unknown_names(flag_words: FlagWords) -> Iterator[Problem]:
     if gpu not in GPUS and missing:
         yield Problem(
             "--gpu",
-            f" {gpu}: expected one of {', '.join(GPUS)}; to describe another GPU, give {' and '.join(missing)} as "
-            "well, and for its box --gpus-per-node, --link, --network and --network-adapters",
+            f" {gpu}: {expected_one_of(gpu, GPUS)}; to describe another GPU, give {' and '.join(missing)} as well, and "
+            "for its box --gpus-per-node, --link, --network and --network-adapters",
         )
-    try:
-        find_size(model)
-    except ValueError as error:
-        yield Problem("--model", f" {model}: {error}")
+    if not _is_path(model):
+        try:
+            find_size(model)
+        except ValueError as error:
+            yield Problem("--model", f" {model}: {error}; or a Hugging Face directory or its config.json")
 
 
 QUALITY = (

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout, stage_chunks
 from ladder_lab.cost.placement import placement
@@ -25,6 +24,7 @@ from ladder_lab.plan.layouts import (
 )
 from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.errors import UserError
@@ -44,31 +44,30 @@ class _Advice:
     """The most bytes of each kind that a GPU sends in a step."""
 
 
-def print_layouts(machine_options: MachineOptions, options: LayoutOptions) -> None:
-    """Print the plan and write the file that the options name; raise UserError if nothing fits."""
-    model = find_size(options.model)
+def print_layouts(name: str, model: ModelConfig, machine_options: MachineOptions, options: LayoutOptions) -> None:
+    """Print the plan of a model and write the file that the options name; raise UserError if nothing fits."""
     machine = machine_options.machine(options.gpus)
     if options.gpus > machine.per_box and options.gpus % machine.per_box:
         raise UserError(
             f"--gpus {options.gpus}: boxes of {machine.per_box} GPUs would not be full: give a multiple of "
             f"{machine.per_box}, or another --gpus-per-node"
         )
-    named = {name: NAMED_WIRINGS[name] for name in PLANNED_WIRINGS}
-    possible = [name for name, wiring in named.items() if wiring.fits(model, wiring.fewest_ranks)]
+    named = {wiring: NAMED_WIRINGS[wiring] for wiring in PLANNED_WIRINGS}
+    possible = [wiring for wiring, row in named.items() if row.fits(model, row.fewest_ranks)]
     wirings = tuple(wiring for wiring in possible if wiring in options.wirings)
     if not wirings:
-        raise UserError(f"--wirings {' '.join(options.wirings)}: {options.model} can have {', '.join(possible)}")
+        raise UserError(f"--wirings {' '.join(options.wirings)}: {name} can have {', '.join(possible)}")
     muon = options.optimizer == "muon"
     request = PlanRequest(model, machine, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)
     if not plans:
-        raise UserError(_nothing_fits(request, options.model))
+        raise UserError(_nothing_fits(request, name))
     # Wirings differ with tensor parallelism only.
     layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
     rows = [] if layout is None else sweep(request, layout)
     advice = _advise(request, plans)
     text = _report_text(request, plans, advice, options.top, layout, rows)
-    print(f"{options.model}, {machine_options.place(options.gpus)}, {text}", flush=True)
+    print(f"{name}, {machine_options.place(options.gpus)}, {text}", flush=True)
     write_json(options.json, _report_json(request, plans, advice, layout, rows))
 
 
