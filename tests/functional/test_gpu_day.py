@@ -122,6 +122,27 @@ def test_a_failed_step_is_reported_and_runs_again_after_the_others(
     assert order.read_text().split() == ["bad", "noisy", "third", "bad"]
 
 
+def test_a_step_that_is_stopped_without_a_new_result_runs_after_others_and_fails(
+    tmp_path: Path, steps: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stop is one by a signal; the first step rewrites its file, and the second one adds to it each time."""
+    order, fifo = tmp_path / "order", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    stop = f"kill -TERM $PPID; read wait < {fifo}"
+    stuck = f"echo stuck >> {order}; echo $$ > {{folder}}/stuck.json; {stop}"
+    slow = f"echo slow >> {order}; echo $$ > {{folder}}/$$.json; {stop}"
+    steps(stuck=stuck, slow=slow, fast=f"echo fast >> {order}")
+    codes = [call("--device", "cpu", "--output", tmp_path / "out") for _ in range(6)]
+    assert order.read_text().split() == ["stuck", "slow", "fast", "stuck", "slow", "stuck", "slow"]
+    assert codes == [day.OPEN] * 6
+    printed = capsys.readouterr().out
+    assert printed.count("stuck: stopped\n") == 2 and "stuck: failed: stopped 2 times without a new result\n" in printed
+    assert "left: training, stuck, exit code 1\nleft: training, slow\n" in printed
+    steps(stuck=stuck, slow="true")
+    codes = [call("--device", "cpu", "--output", tmp_path / "out") for _ in range(2)]
+    assert codes == [1, 1] and order.read_text().split()[7:] == ["stuck"] * 2
+
+
 def test_results_of_another_device_are_not_continued(
     tmp_path: Path, steps: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

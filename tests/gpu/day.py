@@ -5,7 +5,8 @@ The steps of a part are commands that write into a folder of the part. Its resul
     PART.json   device and versions; each step's command, exit code, seconds and last lines; the files of the folder
 
 This file is replaced while a step runs, whenever the folder changes, and is all that a later call needs: the call
-restores the folder and runs what has not finished. The programs behind long steps continue with the files they find.
+restores the folder and runs what has not finished, steps with fewer attempts first. The programs behind long steps
+continue with the files they find. A step that was stopped twice and added nothing to its files has failed.
 """
 
 import contextlib
@@ -42,6 +43,8 @@ MEASURED = (ExitCode.DONE, ExitCode.BAD_NUMBERS)
 PACKAGES = ("torch", "triton", "transformers", "deepspeed", "numpy")
 LAST_LINES = 40
 POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
+MOST_STOPS = 2
+"""Stops of a step that adds nothing to its files, after which it has failed."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,18 @@ class Results:
             return (self.folder / step.makes).is_file() or all(map(self.is_done, others))
         return self.step(step).get("exit_code") in MEASURED
 
+    def attempts(self, step: Step) -> int:
+        """Return how often the step was started; one that only makes a file runs before those that need it."""
+        others = [step]
+        if step.makes:
+            others = [one for one in STEPS if one.part == step.part and not one.makes]
+        return min((self.step(one).get("attempts", 0) for one in others), default=0)
+
+    @property
+    def values(self) -> int:
+        """Number of values in the files."""
+        return _count_values(self._content["files"])
+
     def record(self, step: Step, **values: Any) -> None:
         """Replace the record of a step."""
         self._content["steps"][step.name] = values
@@ -230,6 +245,12 @@ class Results:
         if text != self._written:
             write_json(self._path, self._content)
             self._written = text
+
+
+def _count_values(content: Any) -> int:
+    if isinstance(content, dict | list):
+        return sum(map(_count_values, content.values() if isinstance(content, dict) else content))
+    return 1
 
 
 def versions() -> dict[str, str]:
@@ -263,24 +284,38 @@ def environment() -> dict[str, str]:
 
 def run_step(step: Step, words: Sequence[str], results: Results, ends: float, is_stopped: Callable[[], bool]) -> str:
     """Run a step until it is done, `ends` has come, or a signal; return how it ended."""
-    began, log = time.monotonic(), results.folder / f"{step.name}.log"
+    began = time.monotonic()
+    log = results.folder / f"{step.name}.log"
     results.folder.mkdir(parents=True, exist_ok=True)
+    earlier = results.step(step)
+    most_values = max(earlier.get("values", 0), results.values)
+    started = {"command": shlex.join(words), "attempts": earlier.get("attempts", 0) + 1, "values": most_values}
+    # A call that is killed counts as an attempt.
+    results.record(step, **{"exit_code": None, **earlier, **started})
     with open(log, "wb") as output:
         child = start_child(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment())
         while child.poll() is None and time.monotonic() < ends and not is_stopped():
             time.sleep(POLL_SECONDS)
             results.save()
         code = child.poll()
-        if code is None:
+        is_ended = code is None
+        if is_ended:
             # The shell of a script would wait for its program before it ends.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
             end_children([child], GRACE_SECONDS, kill_groups=True)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    seconds = results.step(step).get("seconds", 0.0) + time.monotonic() - began
-    record = {"command": shlex.join(words), "exit_code": code, "seconds": round(seconds, 1), "output": lines}
-    results.record(step, **record)
-    return "stopped" if code is None else "done" if code in MEASURED else f"failed with exit code {code}"
+    seconds = earlier.get("seconds", 0.0) + time.monotonic() - began
+    results.save()
+    has_grown = results.values > most_values
+    stops = 0 if has_grown else earlier.get("stops", 0) + is_ended
+    if is_ended and stops >= MOST_STOPS:
+        code = ExitCode.INTERNAL
+    ending = {"exit_code": code, "stops": stops, "values": max(results.values, most_values)}
+    results.record(step, **started | ending, seconds=round(seconds, 1), output=lines)
+    if is_ended:
+        return "stopped" if code is None else f"failed: stopped {stops} times without a new result"
+    return "done" if code in MEASURED else f"failed with exit code {code}"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -308,9 +343,13 @@ def main(argv: Sequence[str]) -> None:
         def code(step: Step) -> int | None:
             return results[step.part].step(step).get("exit_code")
 
+        def turn(one: tuple[Step, list[str]]) -> tuple[bool, int]:
+            """Order steps that failed after all others, and steps with fewer attempts first."""
+            step, _ = one
+            return code(step) not in (None, *MEASURED), results[step.part].attempts(step)
+
         planned = commands(options.device, options.only, folder)
-        # A step that failed runs again after all others.
-        for step, words in sorted(planned, key=lambda one: code(one[0]) not in (None, *MEASURED)):
+        for step, words in sorted(planned, key=turn):
             least = step.seconds if options.device == "cuda" else 0
             if results[step.part].is_done(step) or ends - time.monotonic() < least or received:
                 continue
