@@ -33,6 +33,13 @@ def hub_hint(missing: Path) -> str:
     )
 
 
+def check_directory(path: Path, flag: str = "") -> None:
+    """Raise a UserError about a flag unless a path is a directory."""
+    if not path.is_dir():
+        problem = "is a file, expected a directory" if path.exists() else f"no such directory{hub_hint(path)}"
+        raise UserError(f"{flag} {path}: {problem}".strip())
+
+
 def reject_pointer(path: Path, beginning: bytes | None = None) -> None:
     """Raise a UserError if Git LFS left a pointer instead of a file's content, whose `beginning` may be known."""
     if beginning is None:

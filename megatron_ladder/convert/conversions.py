@@ -98,6 +98,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         {**carried, **description},
         facts=(f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}", f"wiring: {after}"),
         notes=[*notes, *directory.notes],
+        made_of="their sources, converted from FP8" if directory.is_quantised else "their sources",
         check_logits=lambda work: _compare_logits(
             options.hf,
             directory.model,
@@ -142,6 +143,7 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
         source.other_files,
         facts=(f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",),
         notes=[*notes, *checkpoint.warnings],
+        made_of="their sources, in the new order" if orders else "their sources",
         verify_source=lambda: source.verify(only_weights=False),
     )
 
@@ -182,6 +184,7 @@ def plan_merge(options: MergeOptions) -> Conversion:
         header,
         newest.other_files,
         facts=(f"{options.load}: {', '.join(shares)}, wiring: {wiring_text(newest.model)}",),
+        made_of="the means of their sources, computed again",
         verify_source=verify_sources,
     )
 
@@ -190,14 +193,23 @@ def _merged_names(options: MergeOptions) -> list[str]:
     """Return the names of the checkpoints to merge, the oldest first; raise UserError if they do not exist."""
     # The newest checkpoint of an iteration that was saved several times.
     names = {publish.publishing_order(name)[0]: name for name in publish.published_checkpoints(options.load)}
+    if not names:
+        source = open_training_checkpoint(options.load)
+        raise UserError(
+            f"--load {source.checkpoint.directory}: is one checkpoint: give the directory that contains several"
+        )
+    existing = f"{options.load} contains iterations {', '.join(map(str, sorted(names)))}"
+    if options.last is None and not options.iterations:
+        raise UserError(f"--iterations or --last must choose the checkpoints to merge: {existing}")
     iterations = sorted({*options.iterations})
     flag = f"--iterations {' '.join(map(str, options.iterations))}"
     if options.last is not None:
         iterations = sorted(names)[-options.last :]
         flag = f"--last {options.last}"
-    if not {*iterations} <= names.keys() or len(iterations) < (options.last or 2):
-        existing = f"found iterations {', '.join(map(str, sorted(names))) or 'none'} in {options.load}"
-        raise UserError(f"{flag}: expected two or more existing checkpoints: {existing}")
+    if absent := [str(iteration) for iteration in iterations if iteration not in names]:
+        raise UserError(f"{flag}: no checkpoint of iteration {', '.join(absent)}: {existing}")
+    if len(iterations) < (options.last or 2):
+        raise UserError(f"{flag}: expected {options.last or 'two or more'} different checkpoints: {existing}")
     return [names[iteration] for iteration in iterations]
 
 
@@ -314,7 +326,7 @@ def plan_export(options: ExportOptions) -> Conversion:
         publish=lambda work: publish_hf(work, target, options.overwrite),
         facts=(f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring}", written),
         notes=[*notes, *checkpoint.warnings],
-        cast_to=cast_to,
+        made_of=f"their sources, cast to {cast_to}" if cast_to else "their sources",
         verify_source=lambda: source.verify(only_weights=True),
         check_logits=lambda work: _compare_logits(
             work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True, compared=compared

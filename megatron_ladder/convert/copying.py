@@ -112,8 +112,8 @@ class Conversion:
     """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
     notes: Sequence[str] = ()
-    cast_to: str | None = None
-    """The element type to which weights of another one are cast."""
+    made_of: str = "their sources"
+    """What the tensors must be equal to, for --verify."""
     verify_source: Callable[[], None] = lambda: None
     """Raises UserError if files of the source are damaged."""
     check_logits: Callable[[Path], str] | None = None
@@ -154,8 +154,7 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
         if options.verify:
             _verify_files(files, work)
             count = sum(map(len, files.values()))
-            cast = "" if conversion.cast_to is None else f", cast to {conversion.cast_to}"
-            report(f"verified: all {count} tensors are bitwise equal to their sources{cast}")
+            report(f"verified: all {count} tensors are bitwise equal to {conversion.made_of}")
             if conversion.check_logits is not None:
                 report(conversion.check_logits(work))
         published = conversion.publish(work)

@@ -13,7 +13,7 @@ from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
 from megatron_ladder.data.tokenizers import find_tokenizer
 from megatron_ladder.errors import UserError, counted
-from megatron_ladder.files import hub_hint
+from megatron_ladder.files import check_directory
 
 
 def inspect_directory(path: Path) -> Iterator[str]:
@@ -21,8 +21,7 @@ def inspect_directory(path: Path) -> Iterator[str]:
 
     Raises UserError if the directory holds no supported checkpoint, or a damaged one.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: no such directory{hub_hint(path)}")
+    check_directory(path)
     names = published_checkpoints(path)
     is_hf = is_hf_directory(path)
     if not (names or is_hf or read_latest(path) is not None or (path / MANIFEST_NAME).is_file()):

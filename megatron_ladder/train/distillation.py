@@ -16,8 +16,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer
 from megatron_ladder.engine.build import compute_dtype
-from megatron_ladder.errors import UserError
-from megatron_ladder.files import hub_hint
+from megatron_ladder.files import check_directory
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
@@ -41,8 +40,7 @@ def find_teacher(flags: RunFlags) -> Path | None:
     if path is None or flags.training.distill_weight == 0:
         return None
     with reporting_os_errors(f"--distill-from {path}"):
-        if not path.is_dir():
-            raise UserError(f"{path}: no such directory{hub_hint(path)}")
+        check_directory(path)
         if is_hf_directory(path):
             return path
         checkpoint = Checkpoint.open(path)

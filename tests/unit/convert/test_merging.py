@@ -53,7 +53,9 @@ def mean_of(folder: Path, iterations: tuple[int, ...], weights: list[float]) -> 
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
-def test_a_merge_is_the_mean_of_exported_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_merge_is_the_mean_of_exported_weights(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every tensor, norms and the router's bias included, bit for bit."""
     run = write_run(tmp_path, **changes)
     expected = {
@@ -64,6 +66,8 @@ def test_a_merge_is_the_mean_of_exported_weights(tmp_path: Path, changes: dict[s
     for (kind, iterations), weights in expected.items():
         chosen = ["--last", len(iterations)] if kind == "mean" else ["--iterations", *reversed(iterations)]
         convert("merge", "--load", run, "--save", tmp_path / kind, *chosen, "--weights", kind, "--verify")
+        (verified,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("verified: "))
+        assert verified.endswith("are bitwise equal to the means of their sources, computed again")
         convert("export", "--load", tmp_path / kind, "--hf", tmp_path / f"hf-{kind}", "--dtype", "fp32")
         assert_equal_bits(tensors_of(tmp_path / f"hf-{kind}"), mean_of(tmp_path, iterations, weights))
         merged = Checkpoint.open(tmp_path / kind)
@@ -152,16 +156,30 @@ def test_refusals(tmp_path: Path) -> None:
     write_cut_checkpoint(other, small_config(num_layers=2), {}, iteration=13)
     (other / "iter_0000013").rename(run / "iter_0000013")
     cases = {
-        ("--iterations", 8, 10): "--iterations 8 10: expected two or more .*: found iterations 8, 9, 12, 13 in",
-        ("--iterations", 8, 8): "--iterations 8 8: expected two or more",
-        (): "--iterations : expected two or more",
-        ("--last", 5): "--last 5: expected two or more",
+        (
+            "--iterations",
+            8,
+            10,
+            7,
+        ): f"8 10 7: no checkpoint of iteration 7, 10: {run} contains iterations 8, 9, ",
+        ("--iterations", 8, 8): "^--iterations 8 8: expected two or more different checkpoints: ",
+        (): f"^--iterations or --last must choose the checkpoints to merge: {run} contains iterations 8, 9, 12, 13$",
+        ("--last", 5): "^--last 5: expected 5 different checkpoints: ",
         ("--iterations", 12, 13): "iter_0000012: is of another model than .*iter_0000013",
         ("--last", 2, "--iterations", 8, 9): "exclude each other",
     }
     for words, message in cases.items():
         with pytest.raises(UserError, match=message):
             convert("merge", "--load", run, "--save", save, *words)
+    others = {
+        run / "iter_0000012": "is one checkpoint: give the directory that contains several",
+        tmp_path / "hf-8": "is a Hugging Face directory",
+        tmp_path / "nowhere": "no such directory",
+        run / "latest": "is a file, expected a directory of checkpoints",
+    }
+    for load, message in others.items():
+        with pytest.raises(UserError, match=f"^--load {load}: {message}"):
+            convert("merge", "--load", load, "--save", save, "--last", 2)
     with pytest.raises(UserError, match="checkpoints of another run"):
         convert("merge", "--load", run, "--save", run, "--iterations", 8, 9)
     assert not save.exists()
