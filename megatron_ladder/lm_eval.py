@@ -21,10 +21,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
+from megatron_ladder.data.chat_template import ChatTemplateError
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.options import SamplingOptions
+from megatron_ladder.generate.prompts import ConversationPrompts
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 
@@ -61,6 +63,8 @@ class LadderLM(TemplateLM):
         atexit.register(self._evaluator.close)
         self._device = self._evaluator.device
         self._prefix = list(self._evaluator.stored.export_prefix)
+        # Rendered conversations in which messages spell special tokens -> the first character of each.
+        self._spelled = dict[str, tuple[int, ...]]()
 
     @property
     def eot_token_id(self) -> int:
@@ -81,9 +85,16 @@ class LadderLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text; by default, with the tokenizer's special tokens, unless the text begins with them.
 
-        Chat templates write a beginning-of-text token themselves.
+        Chat templates write a beginning-of-text token themselves. A special token that a message spells is text, as in
+        training.
         """
-        ids = self._evaluator.tokenizer.encode(string)
+        tokenizer = self._evaluator.tokenizer
+        conversation = max(filter(string.startswith, self._spelled), key=len, default=None)
+        if conversation is None:
+            ids = tokenizer.encode(string)
+        else:
+            assert isinstance(tokenizer, HuggingFaceTokenizer)
+            ids = tokenizer.encode_with_offsets([string], [self._spelled[conversation]])[0][0]
         has_prefix = ids[: len(self._prefix)] == self._prefix
         return ids if add_special_tokens is False or has_prefix else [*self._prefix, *ids]
 
@@ -156,24 +167,30 @@ class LadderLM(TemplateLM):
             return ""
         if isinstance(chat_template, str):
             raise UserError(f"--apply_chat_template {chat_template}: expected no name, for the default template")
-        return self._template.source
+        return self._conversations.template.source
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text: up to the assistant's answer, or up to the end of the last message."""
+        """Return a conversation as text: up to the assistant's answer, or up to the end of the last message.
+
+        As in the model `hf`, a template that rejects a message of the system renders the conversation without it.
+        """
+        conversations = self._conversations
+        without_system = [message for message in chat_history if message["role"] != "system"]
         try:
-            if add_generation_prompt:
-                return self._template.prompt(chat_history)
-            text = self._template.render(chat_history).text
-            last = str(chat_history[-1]["content"]).strip()
+            try:
+                rendered = conversations.render(chat_history, not add_generation_prompt)
+            except ChatTemplateError:
+                rendered = conversations.render(without_system, not add_generation_prompt)
         except ChatTemplateError as error:
-            raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
-        return text[: text.rindex(last) + len(last)]
+            raise UserError(f"{conversations.template.name}: the template rejects this conversation: {error}") from None
+        if rendered.spelled:
+            self._spelled[rendered.text] = rendered.spelled
+        return rendered.text
 
     @functools.cached_property
-    def _template(self) -> ChatTemplate:
+    def _conversations(self) -> ConversationPrompts:
         fix = "use a tokenizer_model with a chat_template.jinja next to it, or leave out the flag"
-        source = read_chat_template(self._evaluator.tokenizer, None, "--apply_chat_template: ", fix)
-        return ChatTemplate(*source)
+        return ConversationPrompts(self._evaluator.tokenizer, "--apply_chat_template: ", fix)
 
 
 def _main() -> None:

@@ -21,7 +21,6 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.reading.protocol import Record
-from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -48,7 +47,7 @@ class ConversationEncoder:
         self.template = ChatTemplate(*source)
         self._tokenizer = tokenizer
         self._parse_special_tokens = parse_special_tokens
-        self._spelling = spelling_pattern(tokenizer.special_tokens)
+        self._spelling = self.template.spelling(tokenizer)
         self._kinds = ConversationKinds(self.template)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> RenderedConversation:
@@ -73,7 +72,7 @@ class ConversationEncoder:
             raise ChatTemplateError("it contains half of a surrogate pair") from None
         if self._parse_special_tokens:
             return rendered
-        spelled = self.template.find_spelled(rendered.text, messages, tools, lambda role: self._spelling)
+        spelled = self.template.find_spelled(rendered.text, messages, tools, self._spelling)
         return rendered._replace(spelled=spelled)
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:

@@ -188,6 +188,8 @@ class ConversationKinds:
                 return "a list of parts, instead of their texts: give the message one text"
             if "arguments" in mark.path and re.search(rf"(\{{'|\\\"){re.escape(mark.text)}", text):
                 return "the arguments of a tool call as Python or as JSON within JSON: pass another --chat-template"
+            if f"'name': '{mark.text}" in text and "'name': '" not in self._template.source:
+                return "tool calls as Python: pass another --chat-template"
         if spelling.nulls and "None" in text:
             without = [{key: "" if value is None else value for key, value in message.items()} for message in marked]
             try:

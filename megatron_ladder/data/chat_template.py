@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.chat_records import Message, Tools
-from megatron_ladder.data.special_tokens import mark_spelled
+from megatron_ladder.data.special_tokens import mark_spelled, spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
@@ -137,32 +137,40 @@ class ChatTemplate:
         """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""
         return self._render(self.source, messages, add_generation_prompt=True)
 
+    def beginning(self, messages: Sequence[Message]) -> str:
+        """Return the text up to the end of the last message, which can be continued; raises ChatTemplateError."""
+        return self._render(self.source, messages, continue_final_message=True)
+
+    def spelling(self, tokenizer: HuggingFaceTokenizer) -> re.Pattern[str] | None:
+        """Return a pattern of the tokens that only the template writes: special ones, and the one that ends a turn."""
+        end = self.turn_end(token for token in tokenizer.added_tokens if not token.isspace())
+        return spelling_pattern({*tokenizer.special_tokens, *filter(None, [end])})
+
     def find_spelled(
         self,
         text: str,
         messages: Sequence[Message],
         tools: Tools,
-        pattern_of: Callable[[object], re.Pattern[str] | None],
-        add_generation_prompt: bool = False,
+        pattern: re.Pattern[str] | None,
+        **settings: bool,
     ) -> tuple[int, ...]:
         """Return the first character in a rendered text of each token that the messages, not the template, spell.
 
-        `pattern_of` receives the role of a message, "tool" for the tools, and returns what to find in it. Raises
-        ChatTemplateError if the template changes the messages when marks are inserted into these spellings.
+        `pattern` finds the tokens, and `settings` are those of the text. Raises ChatTemplateError if the template
+        changes the messages when marks are inserted into these spellings.
         """
         # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
         mark = f"\ue000{secrets.randbits(64)}\ue001"
         marked = []
         for message in messages:
-            pattern = pattern_of(message.get("role"))
             marked.append({key: mark_spelled(value, pattern, mark) for key, value in message.items()})
             # Templates compare the role, so it must not contain a mark.
             if "role" in message:
                 marked[-1]["role"] = message["role"]
-        marked_tools = mark_spelled(tools, pattern_of("tool"), mark)
+        marked_tools = mark_spelled(tools, pattern, mark)
         if (marked, marked_tools) == (list(messages), tools):
             return ()
-        text_before, *pieces = self._render(self.source, marked, marked_tools, add_generation_prompt).split(mark)
+        text_before, *pieces = self._render(self.source, marked, marked_tools, **settings).split(mark)
         places = []
         for piece in pieces:
             places.append(len(text_before) - 1)
@@ -181,12 +189,11 @@ class ChatTemplate:
             return max((token for token in special_tokens if after.startswith(token)), key=len, default=None)
         return None
 
-    def _render(
-        self, source: str, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False
-    ) -> str:
-        settings = {"tools": tools, "add_generation_prompt": add_generation_prompt, **self._tokens}
+    def _render(self, source: str, messages: Sequence[Message], tools: Tools = None, **settings: bool) -> str:
         try:
-            ((text,), _) = self._library([list(messages)], chat_template=source, **settings)
+            ((text,), _) = self._library(
+                [list(messages)], chat_template=source, tools=tools, **settings, **self._tokens
+            )
         except Exception as error:  # A template is a program, which can raise anything.
             is_jinjas = type(error).__module__.startswith("jinja2")
             reason = str(error) if is_jinjas else f"{type(error).__name__}: {error}"

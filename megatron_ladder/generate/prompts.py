@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, RenderedConversation, read_chat_template
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
@@ -39,7 +38,7 @@ class PromptEncoder:
         Raises UserError if `chat` is set, and the tokenizer has no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
-        self._conversations = _ConversationPrompts(tokenizer) if chat else None
+        self._conversations = ConversationPrompts(tokenizer) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
@@ -60,32 +59,38 @@ class PromptEncoder:
         return self._conversations.encode([*self._system, *history, {"role": "user", "content": text}])
 
 
-class _ConversationPrompts:
-    """Encodes conversations up to the assistant's answer.
+class ConversationPrompts:
+    """Conversations up to the assistant's answer, or up to the end of its beginning.
 
-    A special token that a message spells is text, as in training. So is any other added token in messages that the
-    model did not write; otherwise these could end a turn whose end token is not flagged as special.
+    A special token that a message spells is text, as in training.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._template = ChatTemplate(*read_chat_template(tokenizer))
+    def __init__(self, tokenizer: Tokenizer, *messages: str) -> None:
+        """`messages` are those of `read_chat_template`; raises UserError if the tokenizer has no chat template."""
+        self.template = ChatTemplate(*read_chat_template(tokenizer, None, *messages))
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        self._tokenizer, self._special = tokenizer, spelling_pattern(tokenizer.special_tokens)
-        self._added = spelling_pattern([token for token in tokenizer.added_tokens if not token.isspace()])
+        self._tokenizer = tokenizer
+        self._spelling = self.template.spelling(tokenizer)
         ids = {text: number for number, text in tokenizer.control_tokens.items()}
-        end = self._template.turn_end(ids)
+        end = self.template.turn_end(ids)
         self.turn_ends: frozenset[int] = frozenset() if end is None else frozenset({ids[end]})
 
+    def render(self, messages: Sequence[Message], continues: bool = False) -> RenderedConversation:
+        """Return the text up to an answer, or up to the end of the last message if it `continues`.
+
+        Raises ChatTemplateError if the template rejects the messages.
+        """
+        template = self.template
+        text = template.beginning(messages) if continues else template.prompt(messages)
+        settings = {"continue_final_message" if continues else "add_generation_prompt": True}
+        return RenderedConversation(text, (), template.find_spelled(text, messages, None, self._spelling, **settings))
+
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids; raises UserError if the template rejects the messages."""
-        template = self._template
+        """Return the ids up to an answer; raises UserError if the template rejects the messages."""
         try:
-            text = template.prompt(messages)
-            spelled = template.find_spelled(
-                text, messages, None, lambda role: self._special if role == "assistant" else self._added, True
-            )
+            text, _, spelled, _ = self.render(messages)
         except ChatTemplateError as error:
-            raise UserError(f"{template.name}: the template rejects this conversation: {error}") from None
+            raise UserError(f"{self.template.name}: the template rejects this conversation: {error}") from None
         ((ids, _),) = self._tokenizer.encode_with_offsets([text], [spelled])
         return tuple(ids)
 

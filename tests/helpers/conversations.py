@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.helpers.tokenizer_copies import train_byte_level
 
 _SPECIAL = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|eot|>", "[INST]", "[/INST]", "[CALLS]")
-_ADDED = ("<think>", "</think>", "<call>", "</call>")
+_ADDED = ("<think>", "</think>", "<call>", "</call>", "<end>")
 """Tokens that are added, but not special, as in Qwen3."""
 
 _PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -25,10 +25,10 @@ LLAMA = (
     "{{- bos_token }}{% if tools is defined and tools %}<|header|>tools {{ tools | tojson }}<|eot|>{% endif %}"
     "{% for m in messages %}{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
-    "{% set call = m.tool_calls[0].function %}<|header|>assistant\n\n"
+    "{% set call = m.tool_calls[0].function %}<|header|>assistant\n"
     '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot|>'
-    "{% else %}<|header|>{{ m.role }}\n\n{{ m.content | trim }}<|eot|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant\n\n{% endif %}"
+    "{% else %}<|header|>{{ m.role }}\n{{ m.content | trim }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant\n{% endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
@@ -239,6 +239,7 @@ CASES = {
     "images": _refused("'images' is not empty", _user("<image>questionA"), _answer(), images=["x.png"]),
     "no images": _case(_user(), _answer(train=True), images=[], history=None),
     "other keys": _case(_user(mood="good"), _answer(), id=3, source="web", unused=("'id'", "'source'", "'mood' of")),
+    "added token": _case(_user("questionA <call> </call>x"), _answer("replyA <call>")),
     "special token": _case(_user("questionA <|im_end|> <bos>"), _answer("replyA </s>")),
 }
 

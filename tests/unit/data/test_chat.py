@@ -205,6 +205,42 @@ def test_tools_and_a_separate_system_text_reach_the_template(folder: Path, tmp_p
     assert sidecar is not None and sidecar.chat_template == TOOLS
 
 
+CUT = (
+    "{% for m in messages %}{% generation %}{% if loop.last %}{{ m.content }}{% else %}"
+    "{{ m.content.split('</think>')[-1] }}{% endif %}{% endgeneration %}{% endfor %}"
+)
+ANSWER = {"role": "assistant", "content": "yes"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+THOUGHT = {"role": "assistant", "content": "<think>because</think>yes"}
+
+
+def each(expression: str) -> str:
+    return f"{{% for m in messages %}}{{{{ {expression} }}}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (CUT, [THOUGHT, THOUGHT], "leaves out 'because' in 'content' of answer 1 of 2,.* or give the answers before"),
+        (each("m.content[:99]"), [ANSWER | {"content": "go " * 33 + "end"}], "leaves out 'go go"),
+        (each("m.tool_calls"), [CALL], "writes tool calls as Python"),
+        (each("'text: ' + m.content | string"), [MESSAGES[1] | {"content": None}], None),
+        (CUT, [THOUGHT | {"weight": 0}, THOUGHT], None),
+        # vLLM returns reasoning under two names.
+        (each("m.reasoning + m.content"), [THOUGHT | {"reasoning": "so", "reasoning_content": "so"}], None),
+    ],
+)
+def test_a_record_that_would_lose_a_part_of_an_answer_is_rejected(
+    folder: Path, tmp_path: Path, template: str, messages: list[Message], reason: str | None
+) -> None:
+    encoder = encoder_of(folder, template, tmp_path)
+    if reason is None:
+        assert "None" not in encoder.render(messages).text
+        return
+    with pytest.raises(ConversationError, match=rf"template\.jinja {reason}"):
+        encoder.render(messages)
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_of_weight_0_does_not_count(folder: Path, tmp_path: Path, template: str) -> None:
     encoder = encoder_of(folder, template, tmp_path)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import transformers
 
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.batches import BatchShape
+from megatron_ladder.data.chat import ConversationEncoder
+from megatron_ladder.data.chat_records import ConversationError
+from megatron_ladder.data.chat_template import ChatTemplateError
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.streaming import StreamPlan, StreamReader, find_input
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
-from tests.helpers.conversations import CASES, TEMPLATES, Case, expected, write_tokenizer
+from megatron_ladder.generate.prompts import ConversationPrompts, PromptEncoder
+from tests.helpers.conversations import CASES, CHATML, TEMPLATES, Case, expected, render, write_tokenizer
 
 KEYS = [("messages",), ("conversations",), ("instruction", "input", "output")]
 
@@ -97,6 +102,7 @@ def test_lines_have_the_tokens_of_transformers_or_are_refused(
         if documents and keys == KEYS[0] and template != "r1":
             named = said[said.index("not used") :]
             assert all(key in named for key in CASES["other keys"].unused)
+            assert ("'tools'" in named) == ("tools" not in source)
 
 
 def fits_a_table(case: Case) -> bool:
@@ -147,3 +153,42 @@ def test_a_stream_of_rendered_texts_has_the_same_tokens_and_refuses_messages(
         UserError, match=r"a\.jsonl:1: expected a text under 'messages', found list: read conversations"
     ):
         read("messages", 9)
+
+
+SPELLED = "questionA <|im_end|> <bos> <think> </call> <end> b"
+"""Every kind of added token: special or not, written by a template or not."""
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, "end that is not special"])
+def test_prompts_have_the_tokens_of_training_and_of_transformers(
+    template: str, theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = TEMPLATES.get(template, CHATML.replace("<|im_end|>", "<end>"))
+    folder = tmp_path / "with template"
+    shutil.copytree(theirs.name_or_path, folder)
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer = HuggingFaceTokenizer(folder)
+    generate = PromptEncoder(tokenizer, (), True, None)
+    prompts = ConversationPrompts(tokenizer)
+    training = ConversationEncoder(tokenizer)
+    spelled = [{"role": "user", "content": SPELLED}, {"role": "assistant", "content": "replyA"}]
+    for messages in (spelled, *(case.messages for case in CASES.values() if case.refusal is None)):
+        *history, question, answer = messages
+        if question["role"] != "user" or answer["role"] != "assistant" or question["content"] is None:
+            continue
+        text = render(source, messages[:-1], add_generation_prompt=True)
+        if text is None:
+            with pytest.raises(UserError, match="the template rejects this conversation"):
+                generate.encode(question["content"], history)
+            continue
+        ids = generate.encode(question["content"], history)
+        assert theirs.decode(ids) == text
+        if "<" not in question["content"]:
+            assert list(ids) == theirs.encode(text, add_special_tokens=False)
+        with contextlib.suppress(ConversationError, ChatTemplateError):
+            (trained,) = training.encode([training.render(messages)])
+            assert trained.token_ids.tolist()[: len(ids)] == list(ids) or not trained.loss_mask.any()
+        begun = [*history, question, {"role": "assistant", "content": "The answer is "}]
+        with contextlib.suppress(ValueError):
+            meant = theirs.apply_chat_template(begun, chat_template=source, tokenize=False, continue_final_message=True)
+            assert prompts.render(begun, continues=True).text == meant

@@ -211,17 +211,16 @@ def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
 
 
 def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> None:
-    """Also one that is not flagged as special, as `<tool_call>` in Qwen3. Only the template writes control tokens."""
+    """Also one that ends turns and is not flagged as special. Other tokens stay tokens, such as `<tool_call>`."""
     tokenizer = train_byte_level(["hello"], 270, ["<|endoftext|>"])
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.add_tokens(["<tool_call>"])
+    tokenizer.add_tokens(["<|end|>", "<tool_call>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     encoder = PromptEncoder(load_tokenizer("HuggingFaceTokenizer", tmp_path), (), True, None)
     end, call = (tokenizer.token_to_id(name) for name in ("<|end|>", "<tool_call>"))
     ids = encoder.encode("a <|end|> <tool_call> b")
-    assert ids.count(end) == 1 and ids[-1] == end and call not in ids
+    assert ids.count(end) == 1 and ids[-1] == end and ids.count(call) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a <|end|> <tool_call> b<|end|>"
 
 
