@@ -15,30 +15,80 @@ from megatron_ladder.errors import limited
 
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
-_PLACES = {"train": "--data-path:", "stream": "--streaming:", "tokenizer_sha256": "--tokenizer-model: sha256"}
+_FLAGS = {"train": "--data-path", "stream": "--streaming", "tokenizer_sha256": "--tokenizer-model"}
 """Keys of descriptions -> flags."""
+_PARTS = {
+    "documents": "documents",
+    "tokens": "tokens",
+    "dtype": "type of tokens",
+    "idx_checksum": "documents",
+    "bin_checksum": "tokens",
+    "bin_sample": "tokens",
+    "loss_mask_sample": "loss mask",
+    "files": "files",
+    "bytes": "size",
+    "sample": "text",
+}
+"""Keys that describe the content of a data set or source -> the part that has changed if their values differ."""
+_SHARDS = ("shards", "shards_sha256")
+"""Keys that follow from the sources."""
 
 
 def data_changes(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
     keys = dict.fromkeys((*stored, *current)) if stored else ()
-    places = [(_PLACES.get(key, key), stored.get(key), current.get(key)) for key in keys]
+    places = [(_FLAGS.get(key, key), stored.get(key), current.get(key)) for key in keys]
     return limited([line for entry in places for line in _differences(*entry)])
 
 
-def _differences(name: str, stored: Any, current: Any) -> Iterator[str]:
-    """Yield one line per value that differs, with its keys. The files may have moved."""
-    if isinstance(stored, dict) and isinstance(current, dict):
-        for key in dict.fromkeys((*stored, *current)):
-            was, now = stored.get(key), current.get(key)
-            # The checksum of a data set without a sidecar is unknown.
-            if key != "prefix" and not (key == "bin_checksum" and None in (was, now)):
-                yield from _differences(f"{name} {key}", was, now)
-    elif name.endswith((" sets", " sources")) and len(stored) == len(current):
-        for was, now in zip(stored, current, strict=True):
-            yield from _differences(f"{name} {now.get('prefix', now.get('name'))}", was, now)
-    elif stored != current:
-        yield f"{name} is {current!r:.200}, was {stored!r:.200}"
+def _differences(flag: str, stored: Any, current: Any) -> Iterator[str]:
+    """Yield one line per difference; that of two texts or numbers is one of tokenizers."""
+    if not isinstance(stored, dict) or not isinstance(current, dict):
+        if stored != current:
+            yield f"{flag}: the checkpoint was trained with another one, or none"
+        return
+    members = "sets" if "sets" in current else "sources"
+    of_members = [*_differences_of_members(flag, stored.get(members) or (), current.get(members) or ())]
+    yield from of_members
+    for key in dict.fromkeys((*stored, *current)):
+        was, now = stored.get(key), current.get(key)
+        if key != members and was != now and not (of_members and key in _SHARDS):
+            yield _describe_value(flag, key, was, now)
+
+
+def _differences_of_members(
+    flag: str, stored: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
+) -> Iterator[str]:
+    """Yield one line per data set or source with another content, share or weight. The files of sets may have moved."""
+    if len(stored) != len(current):
+        names = (" ".join(map(_name_of, members)) or "others" for members in (current, stored))
+        yield "{} {}: the checkpoint was trained with {}".format(flag, *names)
+        return
+    for was, now in zip(stored, current, strict=True):
+        old, new = _name_of(was), _name_of(now)
+        contents = [entry.get("content", entry) for entry in (was, now)]
+        changed = dict.fromkeys(part for key, part in _PARTS.items() if _differs(key, *contents))
+        if old != new and (changed or "prefix" not in now):
+            yield f"{flag} {new}: the checkpoint was trained with {old}"
+        elif changed:
+            yield f"{flag} {new}: {' and '.join(changed)} changed after the checkpoint"
+        else:
+            for key in [key for key in ("documents", "weight") if "content" in now and was.get(key) != now.get(key)]:
+                yield _describe_value(f"{flag} {new}", key, was.get(key), now.get(key))
+
+
+def _name_of(member: dict[str, Any]) -> str:
+    return str(member.get("prefix", member.get("name")))
+
+
+def _differs(key: str, stored: dict[str, Any], current: dict[str, Any]) -> bool:
+    was, now = stored.get(key), current.get(key)
+    # The checksum of a data set without a sidecar is unknown.
+    return was != now and not (key == "bin_checksum" and None in (was, now))
+
+
+def _describe_value(name: str, key: str, was: Any, now: Any) -> str:
+    return f"{name}: {key} {now!r:.200}, in the checkpoint {was!r:.200}"
 
 
 def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:

@@ -200,7 +200,10 @@ def _values(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
-    """Return one line per difference between the run's model and order of samples and those of a checkpoint."""
+    """Return one line per difference between the run's model and order of samples and those of a checkpoint.
+
+    Each is of a given flag, because a run takes other values from its checkpoint.
+    """
     model = checkpoint.model()
     stored, resumed = model.to_dict(), run.model.to_dict()
     pairs = {name: (resumed[name], stored[name]) for name in stored if name not in _FREE_TO_CHANGE}
@@ -216,8 +219,13 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     if not run.loads_only_weights:
         recorded = _values(checkpoint.manifest.get("run", {}))
         pairs |= {name: (getattr(run.training, name), recorded[name]) for name in _DEFINES_ORDER if name in recorded}
+    fixes = dict.fromkeys(pairs, "leave the flag out, or train a new model without --load")
+    rewire = "leave the flag out, or change the wiring with `tools/convert_checkpoint.py reshape`"
+    fixes |= dict.fromkeys(("residual_mode", *_WIRING), rewire)
+    fixes["tensor_model_parallel_size"] = "use that many"
+    fixes |= dict.fromkeys(_DEFINES_ORDER, "leave the flag out, or give --finetune to start at iteration 0")
     return [
-        Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}")
+        Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}: {fixes[name]}")
         for name, (ours, theirs) in pairs.items()
         if ours != theirs
     ]
@@ -276,9 +284,7 @@ def has_another_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -
 
 def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:
     """Compare the data with the checkpoint's; raises UserError if it changed, or reports that if `allowed`."""
-    changes = [
-        f"{change} in {checkpoint.directory}" for change in data_changes(checkpoint.manifest.get("data", {}), data)
-    ]
+    changes = data_changes(checkpoint.manifest.get("data", {}), data)
     if changes and not allowed:
         fix = "give the same data, or --allow-data-change to read other samples"
         raise UserError(*(f"{change}: {fix}" for change in changes))

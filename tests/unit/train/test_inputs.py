@@ -128,9 +128,12 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     for more, message in (
         ("--num-layers 4", "--num-layers 4: .* was trained with 3"),
         ("--num-layers 4 --ladder-layers 2-3", "--num-layers 4: .* was trained with 3"),
-        ("--residual-mode parallel", "--residual-mode parallel: .* was trained with ladder"),
+        ("--residual-mode parallel", "--residual-mode parallel: .* was trained with ladder: .*convert_checkpoint.py"),
         ("--tokenizer-type ByteTokenizer --vocab-size 66", "--vocab-size 66 is smaller than the tokenizer's 257 ids"),
         ("--ladder-layers 1", r"--ladder-layers \[2\]: .* was trained with \[1, 2\]"),
+        ("--hidden-size 64", "--hidden-size 64: .* was trained with 32: leave the flag out, or train a new model"),
+        ("--seq-length 9", "--seq-length 9: .* was trained with 8: leave the flag out, or give --finetune to"),
+        ("--seed 6", "--seed 6: .* was trained with 5: leave the flag out, or give --finetune to start"),
     ):
         (error,) = errors_of(read, f"--no-load-optim {more}")
         assert re.search(message, error)
@@ -246,11 +249,14 @@ def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.Cap
     assert about_data([*words, *load]) == []
     write_documents(prefix, range(20, 60))
     (line,) = about_data([*words, *load])
-    assert line.startswith(f"--data-path: sets {prefix} content bin_sample is") and "--allow-data-change" in line
+    assert (
+        line.startswith(f"--data-path {prefix}: tokens changed after the checkpoint: give")
+        and "--allow-data-change" in line
+    )
     capsys.readouterr()
     assert about_data([*words, *load, "--allow-data-change"]) == []
     said = capsys.readouterr().out
-    assert f"*** --allow-data-change: --data-path: sets {prefix} content" in said and "of the new order ***" in said
+    assert f"*** --allow-data-change: --data-path {prefix}: tokens" in said and "of the new order ***" in said
 
 
 def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
