@@ -54,9 +54,13 @@ _POSITIONS = 2048
 
 def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageModel:
     """Return a whole model for one process, a torch module; `flags` are those of pretrain_ladder.py for the model."""
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise UserError(f"build_model(): seed {seed!r}: expected a whole number from 0 to {2**32 - 1}")
     with _read_keywords("build_model()", [ModelFlags], {"vocab_size": vocab_size, **flags}) as (chosen,):
         errors: list[str] = []
-        config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
+        if chosen.vocab_size is None:
+            raise UserError("build_model(): vocab_size None: expected the number of token ids")
+        config = resolve_model(chosen, chosen.vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
         raise_user_errors([*errors, *learning_errors(config)])
     return LanguageModel(config, ProcessMesh.single(), seed=seed)
 
@@ -64,6 +68,11 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
 @contextmanager
 def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Enter the block with one instance of each dataclass; user errors of the block name keywords of the function."""
+    if "device" in keywords:
+        fix = "move the module that it returns, with .to(device)"
+        if ModelFlags not in sections:
+            fix = "a GPU is used if there is one: set CUDA_VISIBLE_DEVICES to choose it, or to nothing for the CPU"
+        raise UserError(f"{function}: device is not a keyword: {fix}")
     words = read_words(sections, flag_words(keywords), function, "", are_keywords=True)
     with words.written.in_messages():
         yield build_sections(sections, words)

@@ -25,6 +25,9 @@ _SAME = (
 )
 """Flags of different programs for the same directories and files; a program that lacks one suggests another."""
 
+_MOST_LISTED = 40
+"""Keywords of a Python function that an error lists."""
+
 
 @dataclass
 class FlagWords:
@@ -139,7 +142,9 @@ def read_words(
     fix = "see --help"
     if are_keywords:
         problem = f" is not a keyword of {program}"
-        fix = "docs/api.md names the flags that are"
+        fix = f"its keywords are {', '.join(flag.field_name for flag in flags)}"
+        if len(flags) > _MOST_LISTED:
+            fix = "`pretrain_ladder.py --help` lists the flags that are"
     for name, attached, following in groups:
         if name in known:
             _read_flag(known[name], name, attached, following, line)

@@ -294,8 +294,11 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         highest = (layers - 1) // stages
         if not lowest <= virtual <= highest:
             fix = f"use {' to '.join(map(str, sorted({lowest, highest})))}" if lowest <= highest else "leave it out"
-            text = f" {virtual} cuts each of {stages} stages of --num-layers {layers} into {counted(ranges, 'range')}"
-            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text}, expected several, none empty: {fix}")
+            text = f" {virtual}: {stages} stages x {ranges} ranges are more than --num-layers {layers}: {fix}"
+            if ranges == 1:
+                most = counted(-(-layers // stages), "layer")
+                text = f" {virtual}: each of {stages} stages has at most {most}, so only one range: {fix}"
+            yield Problem("--num-layers-per-virtual-pipeline-stage", text)
     recomputed = training.recompute_num_layers
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")

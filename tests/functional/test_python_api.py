@@ -204,15 +204,23 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
         training(tp=3, vocab_size=9, hidden_size=6, num_attention_heads=3, train_iters=1, lr=1, data_path="no"),
     ):
         raise AssertionError
-    unknown = " is not a keyword of {}: docs/api.md names the flags that are"
-    for call, keyword, function in (
-        (lambda: build_model(vocab_size=5, seq_length=64), "seq_length", "build_model()"),
-        (lambda: TextGenerator("no/such", lr=1), "lr", "TextGenerator()"),
-        (lambda: import_model("no", "such", lr=1), "lr", "import_model()"),
-        (lambda: export_model("no", "such", lr=1), "lr", "export_model()"),
+    for call, message in (
+        (lambda: build_model(vocab_size=5, seq_length=64), "seq_length is not a keyword of build_model(): `pretrain_"),
+        (lambda: TextGenerator("no/such", lr=1), "lr is not a keyword of TextGenerator(): its keywords are model, "),
+        (lambda: import_model("no", "such", lr=1), "lr is not a keyword of import_model(): its keywords are hf, "),
+        (lambda: export_model("no", "such", lr=1), "lr is not a keyword of export_model(): its keywords are load, "),
+        (
+            lambda: TextGenerator("no/such", device="cpu"),
+            "TextGenerator(): device is not a keyword: a GPU is used if there is one: set CUDA_VISIBLE_DEVICES",
+        ),
+        (lambda: build_model(5, device="cuda"), "build_model(): device is not a keyword: move the module"),
+        (lambda: build_model("x"), "vocab_size: 'x' is not a whole number"),  # type: ignore[arg-type]
+        (lambda: build_model(None), "build_model(): vocab_size None: expected"),  # type: ignore[arg-type]
+        (lambda: build_model(5, -1), "build_model(): seed -1: expected a whole number from 0 to 4294967295"),
     ):
-        with pytest.raises(UserError, match=f"^{re.escape(keyword + unknown.format(function))}$"):
+        with pytest.raises(UserError, match=f"^{re.escape(message)}"):
             call()
+    assert build_model("5", num_layers=1, hidden_size=8, num_attention_heads=1).config.vocab_size == 5  # type: ignore[arg-type]
     with pytest.raises(UserError, match="^load no: no such directory"):
         export_model("no", "such")
     with pytest.raises(UserError, match="^hidden_size 64 is not divisible by num_attention_heads 3"):
