@@ -244,9 +244,9 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             "--rope-high-freq-factor",
             f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
         )
-    if config.rope_scaling == "yarn" and config.rope_beta_fast <= config.rope_beta_slow:
+    if config.rope_scaling == "yarn" and config.rope_beta_fast < config.rope_beta_slow:
         yield Problem(
-            "--rope-beta-fast", f" {config.rope_beta_fast} must be above --rope-beta-slow {config.rope_beta_slow}"
+            "--rope-beta-fast", f" {config.rope_beta_fast} must not be below --rope-beta-slow {config.rope_beta_slow}"
         )
     if config.rope_scaling == "yarn" and config.rotary_base <= 1:
         yield Problem("--rotary-base", f" {config.rotary_base} with --rope-scaling yarn: expected more than 1")

@@ -213,6 +213,8 @@ TYPES = {
         fixed_with_experts={},
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    # Kimi-K2, whose class is DeepSeek-V3's.
+    "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, architecture="Glm4MoeLiteForCausalLM", experts=(*_GLM_EXPERTS, "mlp_layer_types")
     ),

@@ -420,12 +420,18 @@ def _logits_of_transformers(
 
     # The grouped products of transformers fail where a row is not a multiple of 16 bytes.
     exact = {"dtype": torch.float32, "experts_implementation": "eager", "local_files_only": True}
-    if weights is None:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, **exact, trust_remote_code=not architecture)
+    if architecture:
+        family = getattr(transformers, architecture)
+        config = family.config_class.from_pretrained(hf, local_files_only=True)
+        # transformers finds the conversion of experts by this name, and has none for that of Kimi-K2.
+        config.model_type = family.config_class.model_type
+        if weights is None:
+            theirs = family.from_pretrained(hf, config=config, **exact)
+        else:
+            del config.quantization_config
+            theirs = family.from_pretrained(None, config=config, state_dict=weights(), **exact)
     else:
-        config = transformers.AutoConfig.from_pretrained(hf, local_files_only=True)
-        del config.quantization_config
-        theirs = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=weights(), **exact)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, **exact, trust_remote_code=True)
     with torch.no_grad():
         logits: Tensor = theirs.eval()(tokens).logits[0]
     return logits

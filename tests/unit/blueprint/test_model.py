@@ -104,7 +104,7 @@ def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkey
         ("standard", {"head_dim": 63}, "--head-dim 63 is odd"),
         ("standard", {"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 requires --rope-scaling"),
         ("standard", {"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be"),
-        ("standard", {"rope_scaling": "yarn", "rope_beta_slow": 32.0}, "--rope-beta-fast 32.0 must be above"),
+        ("standard", {"rope_scaling": "yarn", "rope_beta_slow": 33.0}, "--rope-beta-fast 32.0 must not be below"),
         ("standard", {"rope_mscale": 0.5}, "--rope-mscale 0.5 requires --rope-scaling yarn"),
         (
             "standard",

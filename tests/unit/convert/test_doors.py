@@ -32,9 +32,11 @@ from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import read_inputs
+from tests.helpers.fp8 import PUBLISHED
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.saved_models import convert, our_logits, save_model
+from tests.unit.convert.test_fp8 import save_fp8
 
 LENGTH, VOCAB = 12, 301
 ROWS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(4))
@@ -204,6 +206,20 @@ ODD: dict[str, Odd] = {
     "a transposed tensor": refused(
         "found shape [48, 24]", weights=changed(Q.replace("q_p", "k_p"), lambda x: x.T.contiguous())
     ),
+    "another quantisation": refused(
+        "quantization_config.quant_method: found 'awq', expected 'fp8'",
+        config={"quantization_config": {"quant_method": "awq"}},
+    ),
+    "FP8 without scales": refused(
+        f"{Q}_scale_inv: is missing",
+        config={"quantization_config": PUBLISHED},
+        weights=cast(torch.float8_e4m3fn, "_proj.weight"),
+    ),
+    "scales without FP8": refused(
+        f"{Q}_scale_inv: scales FP8 weights, but {Q} is float32",
+        config={"quantization_config": PUBLISHED},
+        weights=lambda tensors: tensors.update({f"{Q}_scale_inv": torch.ones(1, 1)}),
+    ),
     "a tensor of integers": refused("found int8", weights=changed(Q, lambda x: x.to(torch.int8))),
     "float64": refused("found float64", weights=cast(torch.float64)),
     "float16": Odd(weights=cast(torch.float16)),
@@ -311,11 +327,15 @@ ODD: dict[str, Odd] = {
 }
 
 
-def write(directory: Path, odd: Odd) -> None:
-    save_model(directory, odd.kind, **odd.build)
+def write_tokenizer(directory: Path) -> None:
     words = {f"w{number}": number for number in range(VOCAB - 1)} | {"</s>": VOCAB - 1}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+
+def write(directory: Path, odd: Odd) -> None:
+    save_model(directory, odd.kind, **odd.build)
+    write_tokenizer(directory)
     path = directory / "config.json"
     values = {**json.loads(path.read_text()), **odd.config}
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
@@ -346,6 +366,11 @@ def test_every_program_gives_one_answer(tmp_path: Path, name: str) -> None:
         assert isinstance(refusal, list) and all(any(words in line for line in refusal) for words in odd.words), refusal
         assert {door: found for door, found in answers.items() if found != refusal} == {}
         return
+    assert_answers(answers, directory)
+
+
+def assert_answers(answers: Mapping[str, Tensor | list[str]], directory: Path) -> None:
+    """Assert that the numbers of all programs are those of transformers."""
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         logits = module.eval()(ROWS).logits
@@ -353,6 +378,20 @@ def test_every_program_gives_one_answer(tmp_path: Path, name: str) -> None:
         assert isinstance(found, Tensor), (door, found)
         expected = DOORS[door][1](logits)
         torch.testing.assert_close(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-4, msg=door)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3, incomplete blocks", "qwen3_moe"])
+def test_every_program_dequantises(tmp_path: Path, name: str) -> None:
+    """transformers computes with weights that plain arithmetic has dequantised."""
+    directory, plain = tmp_path / "hf", tmp_path / "plain"
+    _, weights = save_fp8(directory, name)
+    write_tokenizer(directory)
+    shutil.copytree(directory, plain)
+    save_file(weights, plain / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    assert_answers({door: answer(door, directory, tmp_path / door) for door in DOORS}, plain)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

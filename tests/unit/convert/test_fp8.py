@@ -143,6 +143,55 @@ def test_layers_that_predict_further_tokens_are_dropped_with_their_scales(tmp_pa
 
 
 ONES = torch.ones(2, 2)
+PUBLISHED_AS: dict[str, dict[str, Any]] = {
+    "deepseek-ai/DeepSeek-V3.1": {"scale_fmt": "ue8m0"},
+    "Qwen/Qwen3-30B-A3B-FP8": {
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.g"]
+    },
+    "transformers": {
+        "dequantize": False,
+        "modules_to_convert": None,
+        "modules_to_not_convert": None,
+        "expert_dtype": "fp8",
+    },
+    "vLLM": {"ignored_layers": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_AS)
+def test_published_spellings_are_read(tmp_path: Path, name: str) -> None:
+    _, weights = save_fp8(tmp_path, "qwen3")
+    edit_config(tmp_path, quantization_config=PUBLISHED | PUBLISHED_AS[name])
+    assert_equal_bits(weights, open_hf_directory(tmp_path).parts())
+
+
+def test_scales_in_another_file(tmp_path: Path) -> None:
+    stored, weights = save_fp8(tmp_path, "deepseek_v3")
+    (tmp_path / "model.safetensors").unlink()
+    index = {name: "scales" if name.endswith("_scale_inv") else "weights" for name in stored}
+    for file in ("scales", "weights"):
+        save_file({name: stored[name] for name in stored if index[name] == file}, tmp_path / f"{file}.safetensors")
+    weight_map = {name: f"{file}.safetensors" for name, file in index.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_equal_bits(weights, open_hf_directory(tmp_path).parts())
+
+
+def test_kimi_is_read_as_a_deepseek(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ends of its YaRN have the same wavelength."""
+    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 5e4}
+    yarn |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    save_model(hf, "deepseek_v3", torch.bfloat16, **LATENT | ODD, rope_parameters=yarn, routed_scaling_factor=2.827)
+    _, weights = quantise(hf)
+    edit_config(hf, model_type="kimi_k2", auto_map={"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"})
+    convert("import", "--hf", hf, "--save", ours, "--verify")
+    printed = capsys.readouterr().out
+    assert "the model is read as kimi_k2" in printed and "verified: the logits of the dequantised" in printed
+    convert("export", "--load", ours, "--hf", back)
+    assert_equal_bits(weights, tensors_of(back))
+    assert json.loads((back / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] = {
     "no scales": ({}, {f"{Q}_scale_inv": None}, f"{Q}_scale_inv: is missing; expected shape [2, 2]"),
     "no weight": ({}, {Q: None}, f"{Q}_scale_inv: scales FP8 weights, but there is no {Q}"),

@@ -137,7 +137,7 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor: found 1.0, expected 1.13862944"),
         ({"rope_scaling": YARN | {"mscale": 0.5}}, "attention_factor: found nothing, expected 1.06931472"),
         ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "attention_factor: found nothing, expected 1, which"),
-        ({"rope_scaling": YARN | {"beta_fast": 1}}, "--rope-beta-fast 1.0 must be above --rope-beta-slow 1.0"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.9}}, "--rope-beta-fast 0.9 must not be below --rope-beta-slow 1.0"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "--rotary-base 1.0 with --rope-scaling yarn"),
         (
             {"rope_scaling": YARN, "original_max_position_embeddings": 4096},

@@ -23,6 +23,8 @@ RANGES: list[dict[str, Any]] = [
     {"head_dim": 16, "rope_beta_fast": 100.0, "rope_original_max_position_embeddings": 2000, "rotary_base": 10.0},
     {"head_dim": 32, "rope_beta_fast": 4.0, "rope_beta_slow": 0.25, "rope_scaling_factor": 1.5},
     {"head_dim": 32, "rope_scaling_factor": 0.5},
+    # As in Kimi-K2.
+    {"head_dim": 64, "rope_beta_fast": 1.0, "rope_scaling_factor": 32.0, "rotary_base": 5e4},
 ]
 
 
