@@ -331,6 +331,6 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
 
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
-    """Return the model FLOPs of a step relative to the peak of all GPUs in so many seconds."""
+    """Return the model FLOPs of a step (see `ModelFlops`) relative to the peak of all GPUs in so many seconds."""
     flops = ModelFlops(times.model, times.sequence).training * global_batch
     return flops / (seconds * layout.gpus * times.machine.gpu.peak_flops)

@@ -276,6 +276,8 @@ def _report_text(
         "times are ranges.",
         advice.answer,
         markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
+        "MFU: 6 operations for each weight that a token is multiplied with, and attention over whole scores, relative "
+        "to the peak below; torchtitan counts the same.",
         _layouts_verdict(plans),
         f"Command of {_describe_plan(advice.plan)}; add --train-iters, --lr, the data and --save:",
         _command(request, advice.plan),

@@ -9,7 +9,7 @@ from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import PRESETS, LinkPreset, Machine
 from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.traffic import _outputs_at_cuts
-from ladder_lab.cost.training import LayerTime, step_time
+from ladder_lab.cost.training import LayerTime, model_flop_utilisation, step_time
 from ladder_lab.plan.layouts import PlanRequest, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.flops import ModelFlops
@@ -19,6 +19,7 @@ from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import _captures
 from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.parallel.products import reads_on_host
+from tests.helpers.commands import REPOSITORY_ROOT
 
 LLAMA = SIZES["llama-8b"]
 H100 = Machine.usual("h100")
@@ -254,3 +255,45 @@ def test_the_host_waits_for_experts_where_training_does(
     gate = torch.empty(16, width // ranks, model.hidden_size, dtype=torch.bfloat16)
     times = LayerTime(model, Machine.usual(gpu), Layout(tensor=ranks), 4096)
     assert times.waits_for_choices == reads_on_host(gate)
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "widths"),
+    [
+        # The head, and not the embedding.
+        ("llama-8b", 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256, 32 * 32 * (128 + 128)),
+        # A tied embedding counts as the head.
+        ("llama-1b", 16 * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192) + 2048 * 128256, 16 * 32 * (64 + 64)),
+        # Each token uses 8 of 128 experts.
+        (
+            "qwen3-30b-a3b",
+            48 * (2 * 2048 * 128 * (32 + 4) + 8 * 3 * 2048 * 768 + 128 * 2048) + 2048 * 151936,
+            48 * 32 * (128 + 128),
+        ),
+    ],
+)
+def test_mfu_counts_what_torchtitan_counts(name: str, active: int, widths: int) -> None:
+    """Its operations of a token: 6 for each active parameter, and 6 s (query width + value width) for each head."""
+    operations = ModelFlops(SIZES[name], 8192).training / 8192
+    assert operations == pytest.approx(6 * active + 6 * 8192 * widths, rel=1e-9)
+
+
+@pytest.mark.parametrize(("tokens_per_second", "published"), [(5762, 0.33), (6667, 0.39)])
+def test_mfu_of_torchtitan_s_speeds_is_the_one_it_states(tokens_per_second: int, published: float) -> None:
+    operations = ModelFlops(LLAMA, 8192).training / 8192
+    assert tokens_per_second * operations / 989e12 == pytest.approx(published, abs=0.01)
+
+
+def test_the_page_states_what_is_predicted_next_to_measurements() -> None:
+    page = " ".join((REPOSITORY_ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split())
+    machine = replace(H100, gpu=replace(H100.gpu, memory_bytes_per_second=2.4e12))
+    shares = []
+    for recompute in (True, False):
+        layout = Layout(data=8, zero=3, micro_batch=2, recompute=recompute)
+        times = LayerTime(LLAMA, machine, layout, 8192)
+        seconds = step_time(times, layout, 16).total
+        shares.append(f"{100 * model_flop_utilisation(times, layout, 16, seconds):.0f} %")
+    assert "predicts {} if everything is recomputed and {} if nothing is".format(*shares) in page
+    layout = Layout(tensor=8)
+    times = LayerTime(replace(LLAMA, num_layers=16), Machine.usual("h200"), layout, 2048, reduce_factor=0.0)
+    assert f"is predicted to take {1e3 * step_time(times, layout, 1).total:.1f}." in page
