@@ -438,6 +438,8 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
     if (directory / DESCRIPTION_FILE).exists():
         return load_tokenizer_from_directory(directory)
     kinds = {"tokenizer.json": HuggingFaceTokenizer.kind, "tokenizer.model": SentencePieceTokenizer.kind}
+    # Raises an error that names the way to convert it.
+    kinds[_TIKTOKEN_FILE] = HuggingFaceTokenizer.kind
     return next(
         (load_tokenizer(kind, directory / name) for name, kind in kinds.items() if (directory / name).exists()), None
     )
@@ -464,8 +466,21 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     return tokenizer
 
 
+_TIKTOKEN_FILE = "tiktoken.model"
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+"""A line of tiktoken's files: the bytes of a token in base64, and its id."""
+
+
 def _read_model_file(model: Path, expected: str) -> bytes:
     content = read_if_exists(model)
+    tiktoken_file = model / _TIKTOKEN_FILE if model.is_dir() else model
+    if _TIKTOKEN_LINE.match(read_if_exists(tiktoken_file) or b""):
+        folder = tiktoken_file.parent
+        raise UserError(
+            f"--tokenizer-model {tiktoken_file}: is a file of tiktoken, expected {expected}: convert it "
+            '(pip install tiktoken; python -c "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('
+            f"'{folder}').save_pretrained('{folder}')\"), and pass HuggingFaceTokenizer the tokenizer.json"
+        )
     if content is None:
         problem = "is a directory" if model.is_dir() else "no such file"
         raise UserError(f"--tokenizer-model {model}: {problem}, expected {expected}{hub_hint(model)}")

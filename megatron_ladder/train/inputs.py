@@ -204,7 +204,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
         with errors.collect("--streaming"):
             stream = _open_stream(run, tokenizer, checkpoint, findings.stream)
     with errors.collect("--sample-prompts"):
-        prompts = _read_sample_prompts(run, tokenizer)
+        prompts = _read_sample_prompts(run, tokenizer, _parses_special_tokens(sources, stream))
     errors.raise_if_any()
     data: dict[str, Any] = {"tokenizer_sha256": None if tokenizer is None else tokenizer.sha256}
     if stream is not None:
@@ -408,14 +408,25 @@ def _open_stream(
     )
 
 
-def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[SamplePrompt, ...]:
+def _parses_special_tokens(sources: Sources, stream: StreamPlan | None) -> bool:
+    """Return whether the training data have a special token where a text spells it, as rendered conversations do."""
+    if stream is not None:
+        return stream.parse_special_tokens
+    sidecars = [dataset.sidecar for dataset in sources.datasets]
+    return any(sidecar is None or sidecar.conversations or sidecar.parse_special_tokens for sidecar in sidecars)
+
+
+def _read_sample_prompts(
+    run: RunConfig, tokenizer: Tokenizer | None, parse_special_tokens: bool
+) -> tuple[SamplePrompt, ...]:
     path, new_tokens = run.logging.sample_prompts, run.logging.sample_tokens
     if path is None:
         return ()
     if tokenizer is None:
         raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
     texts = read_prompt_file("--sample-prompts", path, by_line=True)
-    prompts = [(source, text, tuple(tokenizer.encode(text))) for source, text in texts]
+    encoded = tokenizer.encode_documents([text for _, text in texts], parse_special_tokens)
+    prompts = [(source, text, tuple(ids)) for (source, text), ids in zip(texts, encoded, strict=True)]
     raise_user_errors(
         f"{source}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
         f"{run.training.seq_length}: shorten the prompt, or lower --sample-tokens"

@@ -154,7 +154,7 @@ def test_records_with_an_instruction() -> None:
     with_system = messages_of({"prompt": "Add.\n\n1 2", "answer": "3", "system": "Be brief."}, keys[::2])
     assert with_system == [{"role": "system", "content": "Be brief."}, *expected]
     both = {"role": "user", "from": "human", "content": "Hi"}
-    assert messages_of({"messages": [both]}) == [both]
+    assert messages_of({"messages": [both, ANSWER | {"weight": None}]}) == [both, ANSWER]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import base64
 import json
 import pickle
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from megatron_ladder.data.tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    find_tokenizer,
     load_tokenizer,
     load_tokenizer_from_directory,
 )
@@ -155,3 +157,17 @@ def test_the_ids_are_those_of_the_libraries(
             )
             assert found.token_ids.dtype == np.dtype("<u2") and found.token_ids.tolist() == sum(expected, [])
             assert found.lengths.tolist() == list(map(len, expected))
+
+
+def test_a_file_of_tiktoken_is_recognised(tmp_path: Path) -> None:
+    lines = (f"{base64.b64encode(bytes([number])).decode()} {number}\n" for number in range(256))
+    content = "".join(lines)
+    for name in ("tiktoken.model", "tokenizer.model"):
+        (tmp_path / name).write_text(content)
+    fix = r"is a file of tiktoken, .*AutoTokenizer\.from_pretrained\(.*pass HuggingFaceTokenizer the tokenizer\.json"
+    for kind, model in (("HuggingFaceTokenizer", tmp_path), ("SentencePieceTokenizer", tmp_path / "tokenizer.model")):
+        with pytest.raises(UserError, match=rf"to\w+\.model: {fix}|tiktoken\.model: {fix}"):
+            load_tokenizer(kind, model)
+    (tmp_path / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match=rf"tiktoken\.model: {fix}"):
+        find_tokenizer(tmp_path)

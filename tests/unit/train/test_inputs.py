@@ -12,14 +12,16 @@ import pytest
 
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
+from megatron_ladder.cli import preprocess_data
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.train import inputs, setup
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.resume import learned_changes
 from tests.helpers.runs import errors_of
+from tests.helpers.tokenizer_copies import train_byte_level
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
@@ -83,6 +85,24 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
     ):
         found = mistakes(words)
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
+
+
+@pytest.mark.parametrize("words", ["", "--parse-special-tokens", "--chat"])
+def test_sample_prompts_are_encoded_as_the_data(tmp_path: Path, words: str) -> None:
+    train_byte_level([], 258, ["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
+    text = "a </s> <s>"
+    message = {"role": "assistant", "content": "a"}
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} </s> <s>{% endfor %}")
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": text, "messages": [message]}) + "\n") * 8)
+    (tmp_path / "prompts").write_text(text)
+    tokenizer = f"--tokenizer-type HFTokenizer --tokenizer-model {tmp_path}"
+    files = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/a"
+    preprocess_data.main([*files.split(), *tokenizer.split(), *words.split()])
+    (prefix,) = [path.with_suffix("") for path in tmp_path.glob("a_*.idx")]
+    flags = f"--data-path {prefix} --split 1 --eval-iters 0 --sample-tokens 1 {tokenizer}"
+    flags = f"{flags} --sample-prompts {tmp_path}/prompts"
+    ((_, ids),) = read_inputs([*SIZES, *flags.split(), "--vocab-size", "258"]).sample_prompts
+    assert list(ids) == IndexedDataset(prefix).document(0).tolist()
 
 
 def test_a_refused_start_leaves_no_directories(tmp_path: Path) -> None:
