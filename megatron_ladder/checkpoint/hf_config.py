@@ -32,7 +32,8 @@ from megatron_ladder.checkpoint.hf_types import (
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import UserError, Written, raise_user_errors
+from megatron_ladder.flags import flag_name
 from megatron_ladder.typed import typed
 
 _TRANSFORMERS = "5.23.0"
@@ -73,13 +74,14 @@ def model_config_from_hf(
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
     errors += [(key, None, "a value") for key in row.required if key not in given]
-    if "kv_lora_rank" in row.required and "q_lora_rank" not in config:
-        errors.append(("q_lora_rank", None, "a number, or null for queries without a latent"))
     errors += _unsupported(model_type, given)
     heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
     values |= _copied(given, (*SIZES, *TRAITS, *row.keys))
     if "kv_lora_rank" in values:
+        # Null stands for queries without a latent. The default of the key differs between programs.
+        known = given.keys() | ({"q_lora_rank"} & config.keys())
+        errors += [(key, None, "a value, as in all models with kv_lora_rank") for key in LATENT if key not in known]
         # Programs disagree on the values of these keys.
         width = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
         values |= {"num_key_value_heads": 1, "head_dim": width}
@@ -97,8 +99,16 @@ def model_config_from_hf(
         for key, value, expected in errors
     )
     model = ModelConfig(**values)
-    raise_user_errors(f"{source}: {error}" for error in model_errors(model))
+    with Written(_spellings(given)).in_messages():
+        raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
+
+
+def _spellings(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the key of the file for each flag of a model; keys that are given take precedence over synonyms."""
+    keys = {**FIELDS, **{key: field for fields in ROPE_FIELDS.values() for key, field in fields.items()}}
+    keys |= {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
+    return {flag_name(field): key for key, field in sorted(keys.items(), key=lambda item: item[0] in given)}
 
 
 def _type_error(model_type: object) -> str:

@@ -118,8 +118,7 @@ TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_w
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 _SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_factor", "use_expert_bias")
 GROUPS = ("n_group", "topk_group")
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT = (*_LATENT_SIZES, "q_lora_rank")
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
 _NO_WINDOW = {"sliding_window": None}
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
@@ -168,7 +167,7 @@ _GLM_EXPERTS: tuple[str, ...] = ("n_routed_experts", *_EXPERTS, "norm_topk_prob"
 _GLM_EXPERTS += ("n_shared_experts", "first_k_dense_replace")
 _DEEPSEEK_V3 = _Type(
     architecture="DeepseekV3ForCausalLM",
-    required=_LATENT_SIZES,
+    required=("kv_lora_rank",),
     experts=_GLM_EXPERTS,
     constants={"num_nextn_predict_layers": 0},
     same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
@@ -239,7 +238,7 @@ TYPES = {
     INSTELLA_TYPE: replace(
         _DEEPSEEK_V3,
         architecture="",
-        required=(*_LATENT_SIZES, "farskip"),
+        required=("kv_lora_rank", "farskip"),
         keys=(*_DEEPSEEK_V3.keys, "gated_attention", "farskip"),
     ),
 }
