@@ -14,6 +14,7 @@ boxes that hold them. There is no pickle. This module needs no process group, an
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,10 +86,10 @@ class Checkpoint:
     def open(path: Path) -> Checkpoint:
         """Open a checkpoint, or the current one of a directory; raise UserError if none is complete."""
         if not path.exists():
-            raise UserError(f"{path}: no such directory{hub_hint(path)}")
+            raise UserError(f"{path}: no such directory{_checkpoints_nearby(path) or hub_hint(path)}")
         checkpoint = find_checkpoint(path)
         if checkpoint is None:
-            raise UserError(f"{path}: no checkpoint found")
+            raise UserError(f"{path}: no checkpoint found{_checkpoints_nearby(path)}")
         return checkpoint
 
     @staticmethod
@@ -298,6 +299,17 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
     if candidates:
         errors.insert(0, f"{save}: none of its {len(candidates)} checkpoints is complete")
     raise UserError(*errors)
+
+
+def _checkpoints_nearby(path: Path) -> str:
+    """Return a hint at directories with checkpoints in a directory, or with names like that of one that is missing."""
+    folder = path if path.is_dir() else path.parent
+    with contextlib.suppress(OSError):
+        holders = {entry.name: entry for entry in sorted(folder.iterdir()) if published_checkpoints(entry)}
+        names = holders if folder == path else difflib.get_close_matches(path.name, holders)
+        if names:
+            return f": did you mean {' or '.join(str(holders[name]) for name in [*names][:3])}?"
+    return ""
 
 
 def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:

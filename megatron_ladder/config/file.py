@@ -76,7 +76,9 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
+        # What the scanner misses belongs to the line where its token begins, not to the line where it gives up.
+        begins = isinstance(error, yaml.scanner.ScannerError) and error.context_mark
+        mark = begins or getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UserError(f"--config {where}: not YAML: {getattr(error, 'problem', error)}") from None
     if root is None:

@@ -109,8 +109,10 @@ def _read_texts(keys: Sequence[str], values: Mapping[str, Any]) -> list[Message]
 
 
 def _read_messages(key: str, messages: object, is_row: bool) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
         raise ConversationError(f"expected a list of messages under {key!r}: name their key with --chat-keys")
+    if not messages:
+        raise ConversationError(f"the list of messages under {key!r} is empty")
     parsed = []
     for number, value in enumerate(messages):
         place = f"{key}[{number}]"

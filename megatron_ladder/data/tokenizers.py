@@ -3,6 +3,7 @@
 Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -126,8 +127,9 @@ class SentencePieceTokenizer(Tokenizer):
         content = _read_model_file(model, "a SentencePiece .model file")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError as error:
-            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({error})") from None
+        except RuntimeError:
+            fix = ": is JSON: use --tokenizer-type HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
+            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model{fix}") from None
         self.files = (model,)
         self.contents = (content,)
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -264,6 +266,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 read_json(content)
             except ValueError as error:
                 reason = str(error)
+                with contextlib.suppress(RuntimeError):
+                    sentencepiece.SentencePieceProcessor(model_proto=content)
+                    reason = "is a SentencePiece model: use --tokenizer-type SentencePieceTokenizer"
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json: {reason}") from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         companion_contents = {file: read_if_exists(file) for file in companions}

@@ -150,6 +150,7 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
     ("text", "message"),
     [
         (b"lr: [1", "--config run.yaml:1: not YAML: expected ',' or ']'"),
+        (b"tp: 1\nnum_layers 2\nlr: 1", "--config run.yaml:2: not YAML: could not find expected ':'"),
         (b"lr: 1\n---\nlr: 2", "--config run.yaml:2: not YAML: but found another document"),
         (b"lr: \xff", "--config run.yaml: not YAML: 'utf-8' codec"),
         (b"[" * 500, "--config run.yaml: not YAML: maximum recursion"),

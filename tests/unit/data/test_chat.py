@@ -161,7 +161,8 @@ def test_records_with_an_instruction() -> None:
     ("record", "error"),
     [
         ({"a": 1, "b": "x"}, "expected a text under 'a', found int"),
-        ({"messages": []}, "expected a list of messages under 'messages'"),
+        ({"messages": []}, "the list of messages under 'messages' is empty"),
+        ({"messages": "hi"}, "expected a list of messages under 'messages': name their key with --chat-keys"),
         ({"messages": ["a"]}, r"messages\[0\]: expected an object with a 'role'"),
         ({"messages": [MESSAGES[1] | {"weight": 0.5}]}, r"messages\[0\]: weight 0.5: expected 0 or 1"),
     ],

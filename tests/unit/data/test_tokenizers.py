@@ -171,3 +171,20 @@ def test_a_file_of_tiktoken_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").unlink()
     with pytest.raises(UserError, match=rf"tiktoken\.model: {fix}"):
         find_tokenizer(tmp_path)
+
+
+def test_a_file_of_the_other_type_is_recognised(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (model,) = sentencepiece_tokenizer.files
+    with pytest.raises(UserError, match="is a SentencePiece model: use --tokenizer-type SentencePieceTokenizer$"):
+        load_tokenizer("HuggingFaceTokenizer", model)
+    (tmp_path / "tokenizer.json").write_text(sentencepiece_tokenizer.as_json())
+    with pytest.raises(UserError, match="not a SentencePiece model: is JSON: use --tokenizer-type HuggingFaceTokeniz"):
+        load_tokenizer("SentencePieceTokenizer", tmp_path / "tokenizer.json")
+    (tmp_path / "cut").write_bytes(model.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"cut: not a SentencePiece model$"):
+        load_tokenizer("SentencePieceTokenizer", tmp_path / "cut")
+    with pytest.raises(UserError, match=r"cut: not a tokenizer\.json: is not JSON"):
+        load_tokenizer("HuggingFaceTokenizer", tmp_path / "cut")
+    assert capfd.readouterr() == ("", "")

@@ -204,6 +204,11 @@ def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_to
     (tmp_path / "none").mkdir()
     (error,) = errors_of(main, ["--model", str(tmp_path / "none"), *text])
     assert error == f"--model {tmp_path / 'none'}: no checkpoint found"
+    (error,) = errors_of(main, ["--model", str(run_folder.parent), *text])
+    assert error == f"--model {run_folder.parent}: no checkpoint found: did you mean {run_folder}?"
+    mistyped = run_folder.with_name(run_folder.name + "s")
+    (error,) = errors_of(main, ["--model", str(mistyped), *text])
+    assert error == f"--model {mistyped}: no such directory: did you mean {run_folder}?"
     (error,) = errors_of(main, ["--model", str(without_tokenizer), *text])
     assert error.startswith("--prompt 'a': the model's directory has no tokenizer; use --tokenizer-type")
     cut = shutil.copytree(run_folder, tmp_path / "cut") / "iter_0000010" / "weights_rank_00000.safetensors"
