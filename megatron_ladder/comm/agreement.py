@@ -15,9 +15,13 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +33,8 @@ from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, rai
 LINGER_SECONDS = 5.0
 """Time for which rank 0 keeps serving the store to ranks that have not read reports with errors; torch prints the stack
 of a rank whose store ends."""
+SIGNAL_SECONDS = 5.0
+"""Time that a rank at start-up still waits for others after a signal; launchers kill processes 30 s after theirs."""
 BOARD_SECONDS = 2.0
 """Time limit for a request to the board."""
 MOST_HOSTS = 8
@@ -40,7 +46,11 @@ ARRIVED, REPORT, READ = "start/arrived", "start/report", "start/read"
 _RUNS: dict[tuple[str, int], Iterator[int]] = collections.defaultdict(itertools.count)
 """Numbers the runs of this process at each store's address: a script may leave a process group and start another."""
 
+_LOOK_SECONDS = 0.1
+"""Time between two looks for a signal."""
+
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 
 
 class Host(NamedTuple):
@@ -60,15 +70,18 @@ class Peers:
     that send messages to each other.
     """
 
-    def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None) -> None:
+    def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None, received: Sequence[int] = ()) -> None:
+        """`received` grows by signals that request a graceful shutdown."""
         self.hosts = hosts
         self.board = board
+        self._received = received
         self.pipeline = CommGroup.alone()
 
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves, unless it is connected.
 
-        Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout.
+        Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout. A rank
+        cannot know whether another program has the port, and then waits for an answer.
         """
         if self.board is not None:
             return self.board
@@ -76,10 +89,14 @@ class Peers:
         port = int(os.environ["MASTER_PORT"])
         # torchrun may already serve a store at that address; this variable indicates it.
         serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        try:
-            store = TCPStore(
+
+        def connect() -> TCPStore:
+            return TCPStore(
                 address, port, world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
             )
+
+        try:
+            store = self.unless_ended(connect, f"rank 0 at {address}:{port}", timeout)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -88,6 +105,30 @@ class Peers:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.board = PrefixStore(f"attempt_{attempt}_{next(_RUNS[address, port])}", store)
         return self.board
+
+    def unless_ended(self, call: Callable[[], Result], awaited: str, timeout: timedelta) -> Result:
+        """Return what a call that blocks in torch returns; raise a LostPeerError soon after a signal, or the timeout.
+
+        No handler of a signal runs while the main thread is in torch, so another thread makes the call. torch's own
+        timeout does not end the wait for an answer of another program.
+        """
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="start-up", daemon=True).start()
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not future.done() and not self._received and time.monotonic() < deadline:
+            wait([future], _LOOK_SECONDS)
+        wait([future], SIGNAL_SECONDS)
+        if not future.done():
+            reason = f"{signal.Signals(self._received[0]).name} at start-up" if self._received else "timeout"
+            raise LostPeerError(f"{reason}: ends without {awaited}, which did not answer")
+        return future.result()
 
     def agree(
         self,
@@ -106,7 +147,7 @@ class Peers:
 
         Raises:
             UserError: on every rank, with one message per difference or error.
-            LostPeerError: a rank did not arrive within the timeout.
+            LostPeerError: a rank did not arrive within the timeout, or soon after a signal.
         """
         store = self.open(rank, world_size, timeout)
         if store.add(f"{ARRIVED}/{rank}", 1) > 1:
@@ -120,10 +161,10 @@ class Peers:
         keys = [f"{REPORT}/{number}" for number in range(world_size)]
         with contextlib.suppress(dist.DistStoreError):
             if not errors:
-                store.wait([SETTINGS], timeout)
+                self.unless_ended(partial(store.wait, [SETTINGS], timeout), "the settings of rank 0", timeout)
                 errors = list(_differences(settings, json.loads(store.get(SETTINGS))))
             store.set(keys[rank], json.dumps([host, errors]))
-            store.wait(keys, timeout)
+            self.unless_ended(partial(store.wait, keys, timeout), "other ranks", timeout)
         arrivals = [f"{ARRIVED}/{number}" for number in range(world_size)]
         missing: list[int] = []
         if not store.check(arrivals):

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -207,16 +208,18 @@ def from_rank_0(rank_info: RankInfo, peers: Peers, timeout_minutes: float, look:
         return look()
     _find_host()
     try:
-        store = peers.open(rank_info.rank, rank_info.world_size, timedelta(minutes=timeout_minutes))
+        timeout = timedelta(minutes=timeout_minutes)
+        store = peers.open(rank_info.rank, rank_info.world_size, timeout)
         if rank_info.rank == 0:
             findings = None
             errors = ErrorCollector()
             with errors.collect():
                 findings = look()
-            text = json.dumps([errors.messages, findings])
+            written = json.dumps([errors.messages, findings])
             # The store accepts bytes, too, up to 8 MB.
-            store.set("findings", zlib.compress(text.encode()))  # type: ignore[arg-type]
-        messages, findings = json.loads(zlib.decompress(store.get("findings")))
+            store.set("findings", zlib.compress(written.encode()))  # type: ignore[arg-type]
+        text = peers.unless_ended(partial(store.get, "findings"), "the findings of rank 0", timeout)
+        messages, findings = json.loads(zlib.decompress(text))
     except dist.DistError as error:
         flags = "--load, --save, --distill-from and --streaming"
         raise LostPeerError(f"rank 0 sent no findings about {flags}: {error}", [0]) from error

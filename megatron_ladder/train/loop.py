@@ -55,12 +55,12 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(words: FlagWords) -> Iterator[OpenRun]:
+def open_run(words: FlagWords, received: Sequence[int] = ()) -> Iterator[OpenRun]:
     """Open the run that a command line describes, resumed from its checkpoint, and close it at the end of the block.
 
     Raises UserError before anything starts; LostPeerError if another rank ended, or a collective timed out.
     """
-    rank_info, peers = read_rank_info(), Peers()
+    rank_info, peers = read_rank_info(), Peers(received=received)
     with ExitStack() as whole_run:
         for warning in words.warnings:
             print_rank_0(f"*** {warning} ***", rank_info.rank)
@@ -104,7 +104,7 @@ def pretrain(words: FlagWords, received: Sequence[int] = ()) -> None:
     finite; LostPeerError if another rank ended, or a collective timed out.
     """
     start = time.monotonic()
-    with open_run(words) as opened:
+    with open_run(words, received) as opened:
         config = opened.trainer.run
         stopper = Stopper(config.reliability, received, opened.trainer.mesh.world.rank, start)
         run = _evaluate_loaded if config.logging.skip_train else _train

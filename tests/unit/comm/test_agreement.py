@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +137,31 @@ def test_two_hosts_cannot_be_the_same_rank() -> None:
     store.add(f"{agreement.ARRIVED}/1", 1)
     with pytest.raises(UserError, match="rank 1 was started twice, .* on node-b .* a different --node_rank"):
         Peers(board=store).agree(1, 2, HOSTS[2], {}, (), SOON)
+
+
+def test_a_signal_ends_a_rank_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has the port, or a rank does not arrive."""
+    monkeypatch.setattr(agreement, "SIGNAL_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        received = list[int]()
+        signalled = threading.Timer(0.2, received.append, [signal.SIGTERM])
+        signalled.start()
+        with pytest.raises(LostPeerError, match="SIGTERM at start-up: ends without rank 0 at 127.0.0.1:.*"):
+            Peers(received=received).open(1, 2, SOON)
+        with pytest.raises(LostPeerError, match="timeout: ends without rank 0 at 127.0.0.1:.*"):
+            Peers().open(1, 2, timedelta(seconds=0.2))
+    with pytest.raises(LostPeerError, match="SIGINT at start-up: ends without other ranks, which did not answer"):
+        Peers(board=HashStore(), received=[signal.SIGINT]).agree(0, 2, HOSTS[0], {}, (), SOON)
+
+
+def test_a_signal_leaves_the_others_time_to_arrive() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(Peers(board=store, received=[signal.SIGTERM]).agree, 0, 2, HOSTS[0], {}, (), SOON)
+        Peers(board=store).agree(1, 2, HOSTS[2], {}, (), SOON)
+        assert first.result() is None
 
 
 def test_a_run_has_one_store_with_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_ladder.comm import agreement
+from megatron_ladder.config.run import read_run_words
 from megatron_ladder.config.sections import ReliabilityConfig
+from megatron_ladder.errors import LostPeerError
+from megatron_ladder.train.loop import pretrain
 from megatron_ladder.train.stop import Stopper, stop_signals
 from tests.helpers.commands import Command, running
 from tests.helpers.patience import patient, wait_until
@@ -77,3 +82,14 @@ def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     first._looked -= 1.1
     assert first.reason(first.votes()) == f"--kill-switch-file {switch}"
     assert second.votes() == [0.0] * 4, "only the first rank checks the file"
+
+
+def test_a_signal_ends_a_rank_whose_master_port_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "SIGNAL_SECONDS", 0.2)
+    flags = "--train-iters 1 --lr 1 --vocab-size 9 --data-path none --tp 2 --distributed-timeout-minutes 0.1"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        variables = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": other.getsockname()[1]}
+        for name, value in {**variables, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(LostPeerError, match="SIGTERM at start-up: ends without rank 0"):
+            pretrain(read_run_words(flags.split()), [signal.SIGTERM])
