@@ -14,7 +14,7 @@ from megatron_ladder.errors import UserError
 from tests.docs.reading import read_command
 from tests.gpu import day, program_checks, rank_checks, runner  # noqa: F401
 from tests.gpu.__main__ import GpuOptions, choose_checks
-from tests.helpers.commands import REPOSITORY_ROOT, Command, run_command, running
+from tests.helpers.commands import REPOSITORY_ROOT, Command, run_command, running, write_nvidia_smi
 
 SCRIPT = REPOSITORY_ROOT / "tests" / "gpu_day.sh"
 SPEED = "examples/paper/speed.sh"
@@ -70,6 +70,17 @@ def test_commands_are_printed_without_a_folder_for_results(capsys: pytest.Captur
     assert printed == [shlex.join(words) for _, words in day.commands("cuda", ["paper", "study"], Path("FOLDER"))]
     with pytest.raises(UserError, match="--output is required, except for --dry-run"):
         call("--only", "paper")
+
+
+def test_checks_use_all_gpus_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nvidia_smi(tmp_path, gpus=4)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    ((_, words),) = day.commands("cuda", ["checks"], Path("FOLDER"))
+    assert words[words.index("--gpus") + 1] == "4"
+    machine = runner.Machine("cuda", 4, tmp_path)
+    assert [machine.ranks(gpus) for gpus in (1, 2, 8)] == [1, 2, 4]
+    with pytest.raises(runner.NotRun, match="needs 4 GPUs, found 3"):
+        runner.Machine("cuda", 3, tmp_path).ranks(8)
 
 
 @pytest.fixture

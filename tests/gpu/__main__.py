@@ -47,7 +47,7 @@ class GpuOptions:
     only: str = ""
     """Run only the checks whose titles match this regular expression, such as "gradients|decod"."""
     minutes: float | None = flag(None, above=0)
-    """Checks that have not started by then are not run. Default: 15, or 40 with 8 GPUs."""
+    """Checks that have not started by then are not run. Default: 15, or 40 with 4 GPUs or more."""
     output: Path | None = flag(None, output="file")
     """Markdown file for the table, with the errors of failed checks."""
     json: Path | None = flag(None, output="file")
@@ -57,7 +57,7 @@ class GpuOptions:
     @property
     def seconds(self) -> float:
         """Time for all checks."""
-        return 60 * (self.minutes or (40 if self.gpus >= 8 else 15))
+        return 60 * (self.minutes or (40 if self.gpus >= 4 else 15))
 
 
 def main(argv: Sequence[str]) -> None:

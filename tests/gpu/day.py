@@ -122,7 +122,7 @@ KEPT = {"study": ("study/study.json", "study/report.md", "study/trials/*/result.
 EMULATED = "{{python}} tools/benchmark.py {} --emulate --device {} --tp 8"
 SETTINGS: dict[Device, dict[str, str]] = {
     "cuda": {
-        "checks": "--gpus 1",
+        "checks": "--gpus {gpus}",
         "paper": "--rounds 5",
         # Half of the layers of an 8B.
         "train": f"{EMULATED.format('train', 'cuda')} --sizes 16x4096x14336x32x8x128256 --alpha nvlink",
@@ -159,10 +159,14 @@ SETTINGS: dict[Device, dict[str, str]] = {
 }
 
 
-def settings(device: Device, folder: Path) -> dict[str, str]:
-    """Return the values of the placeholders in commands; texts are the sources of two packages, or a few files."""
+def settings(device: Device, folder: Path, gpus: int) -> dict[str, str]:
+    """Return the values of the placeholders in commands; texts are the sources of two packages, or a few files.
+
+    The checks use all `gpus` of the machine.
+    """
     paths = {"python": sys.executable, "folder": folder, "root": REPOSITORY_ROOT}
     common = {name: shlex.quote(str(path)) for name, path in paths.items()}
+    common["gpus"] = str(max(1, gpus))
     common["tokenizer"] = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model"
     texts = [Path(str(json.__file__)).parents[1] / "*.py"]
     if device == "cuda":
@@ -174,8 +178,9 @@ def settings(device: Device, folder: Path) -> dict[str, str]:
 
 def commands(device: Device, parts: Sequence[str], folder: Path) -> list[tuple[Step, list[str]]]:
     """Return the steps of some parts with the words of their commands; each part has its folder in `folder`."""
+    gpus = len(_gpus()) if device == "cuda" else 0
     return [
-        (step, shlex.split(step.command.format(**settings(device, folder / step.part))))
+        (step, shlex.split(step.command.format(**settings(device, folder / step.part, gpus))))
         for step in STEPS
         if step.part in parts
     ]
@@ -264,16 +269,23 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def _gpus() -> list[str]:
+    """Return the name of each GPU with its driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
 def describe_device(device: Device) -> str:
     """Return the name of the GPU with its driver, or of the processor; raise UserError without a GPU."""
     if device == "cpu":
         return f"CPU, {platform.processor() or platform.machine()}"
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpus = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"--device cuda: nvidia-smi lists no GPU ({error}): use --device cpu for a rehearsal") from None
-    return gpus.splitlines()[0]
+    gpus = _gpus()
+    if not gpus:
+        raise UserError("--device cuda: nvidia-smi lists no GPU: use --device cpu for a rehearsal")
+    return gpus[0]
 
 
 def environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import statistics
@@ -135,6 +136,28 @@ def _errors_of(group: CommGroup, rows: int, dtype: torch.dtype) -> Iterator[tupl
     yield "moved", error(group.broadcast(own.clone(), size - 1), inputs[-1])
     pieces = group.all_to_all([row.flatten() for row in own.chunk(size)], [3 * rows] * size)
     yield "moved", max(error(piece, inputs[i].chunk(size)[mine].flatten()) for i, piece in enumerate(pieces))
+
+
+def exchange_both_ways(stages: int, rounds: int) -> int:
+    """Send to and receive from each neighbouring stage at the same time; return how many messages arrived right."""
+    pipeline, device = mesh_of(1, 1, stages).pipeline, rank_device()
+    neighbours = [stage for stage in (pipeline.rank - 1, pipeline.rank + 1) if 0 <= stage < pipeline.size]
+
+    def message(source: int, target: int, number: int, rows: int) -> Tensor:
+        return torch.arange(3 * rows, device=device).add_(1000 * number + 10 * source + target)
+
+    right = 0
+    for number, rows in itertools.product(range(rounds), ROWS):
+        sent = {stage: message(pipeline.rank, stage, number, rows) for stage in neighbours}
+        received = {stage: torch.empty(3 * rows, dtype=torch.int64, device=device) for stage in neighbours}
+        works = [pipeline.start_receive(buffer, stage) for stage, buffer in received.items()]
+        works += [pipeline.start_send(tensor, stage) for stage, tensor in sent.items()]
+        for work in works:
+            work.wait()
+        right += sum(
+            torch.equal(buffer, message(stage, pipeline.rank, number, rows)) for stage, buffer in received.items()
+        )
+    return right
 
 
 def sums_in_two_ways(

@@ -15,10 +15,14 @@ from torch import Tensor
 from megatron_ladder.blueprint.tensors import loss_chunk_tokens
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from tests.distributed.test_captured import batches_of_steps, check_captured, histories
+from tests.distributed.test_documents import ALL as MASKS
+from tests.distributed.test_documents import RECIPE as DOCUMENTS
+from tests.distributed.test_documents import expected_batches
+from tests.distributed.test_documents import train as train_on_documents
 from tests.distributed.test_steps import GLM, QWEN
 from tests.gpu import on_ranks
 from tests.gpu.runner import Machine, NotRun, Value, check
-from tests.helpers.steps import RECIPE, check_outcome, everything, pass_on, plain_steps, train
+from tests.helpers.steps import LATENT, RECIPE, check_outcome, everything, launch_of, pass_on, plain_steps, train
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
 COLLECTIVE_LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "moved": 0.0}
@@ -86,6 +90,17 @@ def collectives(machine: Machine, ranks: int) -> str:
     return figure
 
 
+EXCHANGES = 20
+
+
+@check("messages between stages, in both directions at once", gpus=(2, 8), seconds=60)
+def messages(machine: Machine, ranks: int) -> str:
+    right = sum(machine.call(ranks, on_ranks.exchange_both_ways, ranks, EXCHANGES))
+    expected = 2 * (ranks - 1) * EXCHANGES * len(on_ranks.ROWS)
+    assert right == expected, f"{right} of {expected} messages arrived as they were sent"
+    return f"{right} messages"
+
+
 @check("five steps, compared with plain arithmetic", gpus=(1, 2), seconds=120)
 def plain_arithmetic(machine: Machine, ranks: int) -> str:
     dense = [f"--residual-mode desync --desync-interval {interval}" for interval in (2, 4)]
@@ -96,6 +111,38 @@ def plain_arithmetic(machine: Machine, ranks: int) -> str:
         weights, batches, expected, final = machine.call(ranks, plain_steps, argv, ranks)[0]
         check_outcome(machine.call(ranks, train, argv, weights, batches), expected, final, slack=10)
     return f"{len(cases)} wirings: losses, norms and weights agree"
+
+
+@check("interleaved stages, latents and masks of documents, compared with plain arithmetic", gpus=(2, 8), seconds=120)
+def further_arithmetic(machine: Machine, ranks: int) -> str:
+    stages, cut = ("1x2x1", "2x1x1") if ranks == 2 else (f"2x2x{ranks // 4}", f"2x2x{ranks // 4}")
+    interleaved = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+    latents = f"--sequence-parallel {LATENT} --q-lora-rank 12"
+    recipe = [*RECIPE, *f"--residual-mode ladder --global-batch-size 8 {NOT_COMPILED}".split()]
+    for layout, words in ((stages, interleaved), (cut, latents)):
+        argv = [*recipe, *launch_of(layout, words)[1]]
+        weights, batches, expected, final = machine.call(1, plain_steps, argv, ranks)[0]
+        check_outcome(machine.call(ranks, train, argv, weights, batches), expected, final, slack=10)
+    argv = [*DOCUMENTS, *launch_of(cut, "--sequence-parallel", MASKS, NOT_COMPILED)[1]]
+    plain = functools.partial(plain_steps, batches=expected_batches(MASKS))
+    weights, _, expected, final = machine.call(1, plain, argv, ranks)[0]
+    results = machine.call(ranks, train_on_documents, argv, weights)
+    check_outcome([(history, pieces) for history, pieces, *_ in results], expected, final, slack=10)
+    return "losses, norms and weights agree"
+
+
+@check("Muon on several GPUs, compared with one", gpus=(2, 8), seconds=90)
+def muon(machine: Machine, ranks: int) -> str:
+    recipe = [*RECIPE, *f"--residual-mode ladder --optimizer muon --global-batch-size 16 {NOT_COMPILED}".split()]
+    _, layout = launch_of("1x1x2" if ranks == 2 else f"2x1x{ranks // 2}")
+    batches = batches_of_steps(8)
+    ((expected, _),) = machine.call(1, train, recipe, None, batches)
+    worst = 0.0
+    for history, _ in machine.call(ranks, train, [*recipe, *layout], None, batches):
+        found, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (history, expected))
+        worst = max(worst, float((found / wanted - 1).abs().max()))
+    assert worst <= GRADIENT_LIMITS["fp32"], f"losses and norms differ by {worst:.1e}, above {GRADIENT_LIMITS['fp32']}"
+    return f"losses and norms of {len(batches)} steps within {worst:.1e}"
 
 
 def gradients(machine: Machine, ranks: int, variables: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ R = TypeVar("R")
 Result = Literal["passed", "failed", "not run"]
 
 STAND_INS = {1: 1, 2: 2, 8: 4}
-"""GPUs -> processes that stand for them on a CPU."""
+"""GPUs -> processes that stand for them on a CPU, and GPUs that do where there are fewer."""
 LONGEST_SUMMARY = 200
 """Characters of an error in the table."""
 PASSED_ON = ("CUDA", "NCCL", "NVIDIA", "TORCH", "TRITON")
@@ -67,10 +67,10 @@ class Machine:
         return self.device == "cuda"
 
     def ranks(self, gpus: int) -> int:
-        """Return the number of ranks of a check for so many GPUs; raise NotRun if there are fewer."""
-        if not self.on_gpu:
-            return STAND_INS[gpus]
-        if gpus > self.gpus:
+        """Return the number of ranks of a check for so many GPUs; raise NotRun if there are too few."""
+        if not self.on_gpu or self.gpus < gpus:
+            gpus = STAND_INS[gpus]
+        if self.on_gpu and self.gpus < gpus:
             raise NotRun(f"needs {gpus} GPUs, found {self.gpus}")
         return gpus
 
@@ -187,7 +187,9 @@ def _run(one: Check, machine: Machine, seconds_left: float) -> Outcome:
         if seconds_left <= 0:
             raise NotRun("the time of all checks is used up: raise --minutes, or give --only")
         with machine.limited_to(one.seconds):
-            return outcome("passed", one.run(machine, ranks))
+            figure = one.run(machine, ranks)
+            has_fewer = machine.on_gpu and ranks < one.gpus
+            return outcome("passed", f"with {ranks}: {figure}" if has_fewer else figure)
     except NotRun as reason:
         return outcome("not run", str(reason))
     except Exception as error:

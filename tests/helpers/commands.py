@@ -90,6 +90,7 @@ for ((number = 0; number < {gpus}; number++)); do
     case $* in
     --list-gpus) echo "GPU $number: a GPU" ;;
     "--query-gpu=driver_version --format=csv,noheader") echo {driver} ;;
+    "--query-gpu=name,driver_version --format=csv,noheader") echo "a GPU, {driver}" ;;
     "--query-gpu=compute_cap --format=csv,noheader") [ $number -gt 0 ] && echo {capability} || echo 8.0 ;;
     *) exit 1 ;;
     esac || exit
