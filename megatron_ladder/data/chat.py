@@ -57,7 +57,10 @@ class ConversationEncoder:
         """
         for role in (message["role"] for message in messages):
             if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
-                raise ChatTemplateError(f"the role {role!r} is none of {', '.join(_ROLES)}, and not in the template")
+                known = f"is none of {', '.join(_ROLES)}, and not in the template"
+                raise ChatTemplateError(
+                    f"the role {role!r} {known}: rename it, or pass a --chat-template that names it"
+                )
         kind = self._kinds.find(messages, tools)
         messages = kind.spelling.apply(messages)
         rendered = self.template.render(

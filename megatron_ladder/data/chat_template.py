@@ -121,10 +121,15 @@ class ChatTemplate:
         before = self._render(self._marked, messages[:index], tools, add_generation_prompt=True)
         after = self._render(self._marked, messages[: index + 1], tools)
         if not (text.startswith(after) and after.startswith(before)):
+            is_prompt = text.startswith(after) and after.startswith(self._render(self._marked, messages[:index], tools))
+            reason = (
+                "begins an answer otherwise than its prompt for one"
+                if is_prompt
+                else ("renders earlier messages differently when later ones follow")
+            )
             raise ChatTemplateError(
-                "it renders earlier messages differently when later ones follow, so the assistant's answers cannot "
-                "be located: put {% generation %} and {% endgeneration %} around them in a copy of the template, "
-                "and pass the copy with --chat-template"
+                f"it {reason}, so the assistant's answers cannot be located: put {{% generation %}} and "
+                "{% endgeneration %} around them in a copy of the template, and pass the copy with --chat-template"
             )
         stripped = after.rstrip()
         return len(before), len(stripped if stripped.endswith(turn_ends) else after)

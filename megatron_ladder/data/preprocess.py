@@ -38,7 +38,7 @@ from megatron_ladder.data.indexed import (
     write_sidecar,
 )
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Shard, Source
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, SHOWN_BAD, Block, Shard, Source
 from megatron_ladder.data.special_tokens import list_tokens
 from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
@@ -345,7 +345,8 @@ def _check_skipped(before: int, lines: Sequence[str], max_bad: int) -> None:
     """Raise UserError if there are more than `max_bad` skipped records with these."""
     if before + len(lines) > max_bad:
         already = f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""
-        raise UserError(f"{lines[max_bad - before]}{already}")
+        first, *others = lines[max_bad - before :][:SHOWN_BAD]
+        raise UserError(f"{first}{already}", *others)
 
 
 def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, ...], bool]]:

@@ -15,6 +15,8 @@ from megatron_ladder.errors import raise_user_errors
 
 CHAT_HINT = "read conversations with tools/preprocess_data.py --chat"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SHOWN_BAD = 3
+"""Bad records that the error about too many of them lists, if they are close to each other."""
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 SPAN_BYTES = 1 << 20
 """Approximate size of one read. The order of streamed samples depends on it."""
@@ -77,7 +79,7 @@ class Parsed(NamedTuple):
     records: list[Any]
     """The readable records: their values, or what was prepared from these."""
     bad: list[BadRecord]
-    """In order. Reading ends after `max_bad` + 1 of them."""
+    """In order. Reading ends after `max_bad` + SHOWN_BAD of them."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Block(ABC):
                 records.append(record)
                 continue
             bad.append(BadRecord(number, f"{self.place(number)}: {record}"))
-            if len(bad) > self.reading.max_bad:
+            if len(bad) == self.reading.max_bad + SHOWN_BAD:
                 break
         return Parsed(records, bad)
 

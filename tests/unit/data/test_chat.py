@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
     messages = [*MESSAGES[:2], {"role": "assistant", "content": "<think>x</think>y"}, *MESSAGES[3:]]
     with pytest.raises(ChatTemplateError, match=r"put {% generation %} and {% endgeneration %} around"):
         template.render(messages)
+
+
+def test_a_prompt_that_does_not_begin_the_answer_is_another_reason() -> None:
+    template = ChatTemplate(each("m.content") + "{% if add_generation_prompt %}<think>{% endif %}", {}, "here")
+    with pytest.raises(
+        ChatTemplateError, match=r"it begins an answer otherwise than its prompt .*put {% generation %}"
+    ):
+        template.render(MESSAGES[:3])
 
 
 def test_a_template_cannot_ask_for_the_time_in_training_data() -> None:
@@ -364,6 +373,12 @@ def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys
     with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
         preprocess(folder, tmp_path, *words, "instruction", "output")
     assert not list(tmp_path.glob("out*"))
+    (tmp_path / "b.jsonl").write_text(
+        "\n".join([lines[0], lines[2], '{"instruction": 1, "output": ""}', lines[2], lines[2]])
+    )
+    with pytest.raises(UserError) as caught:
+        preprocess(folder, tmp_path, "--input", tmp_path / "b.jsonl", *words[2:], "instruction", "output")
+    assert [re.search(r"b\.jsonl:(\d)", line)[1] for line in caught.value.messages] == ["2", "3", "4"]
     preprocess(folder, tmp_path, *words, "instruction", "output", "--skip-bad-lines", 1)
     assert "3 documents" in capsys.readouterr().out
     assert len(documents_of(tmp_path / "out_instruction_document")) == 3
