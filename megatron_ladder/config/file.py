@@ -75,7 +75,10 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else "it has bytes that are not UTF-8"
+        raise UserError(f"--config {path}: not YAML: {reason}") from None
+    except yaml.YAMLError as error:
         # What the scanner misses belongs to the line where its token begins, not to the line where it gives up.
         begins = isinstance(error, yaml.scanner.ScannerError) and error.context_mark
         mark = begins or getattr(error, "problem_mark", None)

@@ -109,9 +109,10 @@ def read_carried(directory: Path) -> dict[str, bytes]:
         templates |= {Path(name).stem: carried.pop(name) for name in more}
         try:
             named = [{"name": name, "template": text.decode()} for name, text in templates.items()]
-            carried[_CONFIG] = json_file({**json.loads(carried.get(_CONFIG, b"{}")), "chat_template": named})
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{directory}: {_CONFIG} or {_MORE_TEMPLATES} cannot be read: {error}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{directory}: a chat template has bytes that are not UTF-8") from None
+        settings = json_object(directory / _CONFIG, carried.get(_CONFIG, b"{}"))
+        carried[_CONFIG] = json_file({**settings, "chat_template": named})
     return carried
 
 

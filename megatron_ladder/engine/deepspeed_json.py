@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.typed import read_json
 
 _BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of a bucket of gradients."""
@@ -112,11 +113,11 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
     """Return the values of a file by dotted key, without blocks that are switched off; raises UserError."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"--deepspeed_config {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--deepspeed_config {path}: not JSON: {error}") from None
+    except ValueError as error:
+        raise UserError(f"--deepspeed_config {path}: {error}") from None
     if not isinstance(config, Mapping):
         raise UserError(f"--deepspeed_config {path}: found a {type(config).__name__}, expected an object")
     return dict(_leaves(config, ""))

@@ -152,8 +152,8 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
         (b"lr: [1", "--config run.yaml:1: not YAML: expected ',' or ']'"),
         (b"tp: 1\nnum_layers 2\nlr: 1", "--config run.yaml:2: not YAML: could not find expected ':'"),
         (b"lr: 1\n---\nlr: 2", "--config run.yaml:2: not YAML: but found another document"),
-        (b"lr: \xff", "--config run.yaml: not YAML: 'utf-8' codec"),
-        (b"[" * 500, "--config run.yaml: not YAML: maximum recursion"),
+        (b"lr: \xff", "--config run.yaml: not YAML: it has bytes that are not UTF-8"),
+        (b"[" * 500, "--config run.yaml: not YAML: it is nested too deeply"),
         (b"lr 1e-4", "--config run.yaml: expected a line `flag_name: value` for each flag, found 'lr 1e-4'"),
     ],
 )

@@ -447,3 +447,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     stored = open_model(tmp_path, None, None)
     (error,) = errors_of(load_model, stored, ProcessMesh.single(), torch.float16, torch.device("cpu"), overlap=True)
     assert error == f"{tmp_path}: {Q}: has values that do not fit in float16: use a wider type"
+
+
+def test_a_directory_that_transformers_does_not_open_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "hf", Odd(config={"tie_word_embeddings": None}))
+    imported(tmp_path / "hf", tmp_path)
+    assert f"logits were not compared: transformers does not open {tmp_path}/hf (" in capsys.readouterr().out
