@@ -203,6 +203,8 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
     assert text == "<s>user: A text</s><s>assistant:" and model.chat_template(True) == template
     assert model.apply_chat_template(history, add_generation_prompt=False) == "<s>user: A text</s><s>assistant: The"
     assert model.tok_encode(text).count(0) == 2 and model.tok_encode("A text")[0] == 0
+    spelled = model.apply_chat_template([{"role": "user", "content": "A <s> text"}])
+    assert model.tok_encode(spelled).count(0) == 2 and model.tok_encode("A <s> text").count(0) == 2
     settings = {"until": ["."], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_k": 3}
     request = model._request("A text", settings, 0)
     assert (request.sampling.temperature, request.sampling.top_k, request.stop) == (0.5, 3, (".", "</s>"))
