@@ -9,7 +9,7 @@ torch ends a failed capture only halfway, because `CUDAGraph.capture_end` raises
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,20 +50,38 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 class PeakMemory:
-    """Measures the memory that work needs from now on, to predict whether its capture will get as much."""
+    """Measures the memory of pieces of work, to predict whether their capture will get as much."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.reset_peak_memory_stats(device)
         self._device = device
+        self._needed: dict[Any, int] = {}
+        """The most bytes by key."""
+        self._left: dict[Any, int] = {}
+        """Bytes that the work of a key has left."""
 
-    def capture_problem(self) -> str:
+    @contextlib.contextmanager
+    def measuring(self, key: Any) -> Iterator[None]:
+        """Measure the work of the block, which comes after the earlier work with its key."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        yield
+        left = self._left.get(key, 0)
+        peak = left + torch.cuda.max_memory_allocated(self._device) - before
+        self._needed[key] = max(peak, self._needed.get(key, 0))
+        self._left[key] = left + torch.cuda.memory_allocated(self._device) - before
+
+    def capture_problem(self, pool_of: Callable[[Any], Any]) -> str:
         """Return why a capture will fail for lack of memory; an empty string if it will not.
 
-        A graph has separate memory: all that no tensor uses, except for the rest of a block that a tensor uses in part.
+        `pool_of` maps a key to the pool of its work, whose keys need memory one after the other. Pools have separate
+        memory: all that no tensor uses, except for the rest of a block that a tensor uses in part.
         """
+        pools: dict[Any, int] = {}
+        for key, size in self._needed.items():
+            pools[pool_of(key)] = max(size, pools.get(pool_of(key), 0))
+        needed = sum(pools.values())
         stats = torch.cuda.memory_stats(self._device)
         in_use = stats["allocated_bytes.all.current"]
-        needed = stats["allocated_bytes.all.peak"] - in_use
         cached = stats["reserved_bytes.all.current"] - in_use - stats["inactive_split_bytes.all.current"]
         available = torch.cuda.mem_get_info(self._device)[0] + cached
         if needed <= available:

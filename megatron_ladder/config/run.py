@@ -55,9 +55,9 @@ def _is_sharded_by_deepspeed(zero_stage: str, data_parallel_size: int) -> bool:
     return zero_stage == "3" or (zero_stage == "2" and data_parallel_size > 1)
 
 
-def layout_captures(zero_stage: str, data_parallel_size: int, stages: int) -> bool:
+def layout_captures(zero_stage: str, data_parallel_size: int) -> bool:
     """Whether --cuda-graph auto captures the passes of a layout; the planner asks, too."""
-    return stages == 1 and zero_stage != "0" and not _is_sharded_by_deepspeed(zero_stage, data_parallel_size)
+    return not _is_sharded_by_deepspeed(zero_stage, data_parallel_size)
 
 
 SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **Sections.__annotations__}
@@ -90,9 +90,8 @@ class RunConfig(Sections):
     def captures_by_default(self) -> bool:
         """Whether --cuda-graph auto captures the passes of a step, if the host need not wait for chosen experts."""
         parallel = self.parallel
-        stages = parallel.pipeline_model_parallel_size
         is_excluded = self.needs_deepspeed or self.data.reset_attention_mask or self.profile.profile
-        return not is_excluded and layout_captures(parallel.zero_stage, self.data_parallel_size, stages)
+        return not is_excluded and layout_captures(parallel.zero_stage, self.data_parallel_size)
 
     @property
     def chunks(self) -> int:

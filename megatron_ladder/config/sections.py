@@ -75,8 +75,8 @@ class TrainingConfig:
     cuda_graph: Literal["auto", "true", "false"] = flag(
         "auto",
         excludes=(
-            *("--zero-stage 0", "--zero-stage 2", "--zero-stage 3", "--offload-optimizer"),
-            *("--pipeline-model-parallel-size", "--reset-attention-mask", "--profile"),
+            *("--zero-stage 2", "--zero-stage 3", "--offload-optimizer"),
+            *("--reset-attention-mask", "--profile"),
         ),
     )
     """Capture forward and backward of a micro-batch as CUDA graphs and replay them, so that the host does not launch

@@ -1,5 +1,6 @@
 """Passes over this rank's layers, in the order of its schedule."""
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,10 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
+from megatron_ladder.engine.graph import CapturedPasses, RunPass
+from megatron_ladder.engine.schedule import Pass, PassClock, Slot, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
-from megatron_ladder.model.language_model import LanguageModel, StageInputs
+from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
@@ -37,30 +38,38 @@ class Engine:
         self._mesh = mesh
         self._device = device
 
+    def train(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> Tensor:
+        """Run forward and backward of a step, with reduced gradients at the end.
+
+        Return this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
+        """
+        if self.passes is not None:
+            run_slots = functools.partial(self._run_slots, micro_batches, True)
+            loss = self.passes.run(self._slots(len(micro_batches), True), micro_batches, scales, run_slots)
+            if loss is not None:
+                return loss
+        with self.optimizer.reducing(len(micro_batches)):
+            losses = self.run_passes(micro_batches, trains=True, scales=scales)
+        return sum(losses, torch.zeros((), device=self._device))
+
     def run_passes(self, micro_batches: Sequence[ModelInputs], trains: bool, **options: Any) -> list[Tensor]:
-        """Run the passes of this rank's stage over each micro-batch, in the order of its schedule.
+        """Run the passes of this rank's stage over each micro-batch, in the order of its schedule, without graphs.
 
         Return what the model returns for each micro-batch, without its graph; an empty list on stages other than the
         last. `options` are keyword arguments of `LanguageModel.forward`. If `trains` is set, backward runs too.
         """
-        pipeline, chunks = self._mesh.pipeline, self._model.chunks
-        slots = make_schedule(pipeline.size, chunks, len(micro_batches), trains)[pipeline.rank]
         outputs: list[Tensor] = []
-        inputs: dict[int, StageInputs] = {}
         graphs: dict[Pass, tuple[Tensor | None, Tensor | GradientEdge]] = {}
         """For each backward pass, the state that entered the chunk, and where its graph ends."""
 
-        def run_pass(work: Pass, received: Tensor | None) -> Tensor | None:
+        def run_pass(work: Pass, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
             if not work.is_forward:
                 entered, end = graphs.pop(work)
                 self.backward(end, received)
                 return None if entered is None else entered.grad
             if received is not None:
                 received.requires_grad_(trains)
-            if work.chunk == 0:
-                inputs[work.micro_batch] = self._model.stage_inputs(*micro_batches[work.micro_batch])
-            shared = inputs[work.micro_batch] if work.chunk < chunks - 1 else inputs.pop(work.micro_batch)
-            leaving = self.forward(shared, entering=received, chunk=work.chunk, **options)
+            leaving = self.forward(inputs, entering=received, chunk=work.chunk, **options)
             ends = self._model.ends_in(work.chunk)
             if ends:
                 outputs.append(leaving.detach())
@@ -69,17 +78,39 @@ class Engine:
                 graphs[work._replace(is_forward=False)] = received, leaving if ends else get_gradient_edge(leaving)
             return leaving.detach()
 
+        def run_measured(work: Pass, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
+            with self.passes.measuring(work) if trains and self.passes is not None else nullcontext():
+                return run_pass(work, inputs, received)
+
+        self._run_slots(micro_batches, trains, run_measured)
+        return outputs
+
+    def _slots(self, micro_batches: int, trains: bool) -> Sequence[Slot]:
+        pipeline = self._mesh.pipeline
+        return make_schedule(pipeline.size, self._model.chunks, micro_batches, trains)[pipeline.rank]
+
+    def _run_slots(self, micro_batches: Sequence[ModelInputs], trains: bool, run_pass: RunPass) -> None:
+        inputs: dict[int, StageInputs] = {}
+        last_chunk = 0 if trains else self._model.chunks - 1
+
+        def run(work: Pass, received: Tensor | None) -> Tensor | None:
+            number = work.micro_batch
+            if work == Pass(True, 0, number):
+                inputs[number] = self._model.stage_inputs(*micro_batches[number])
+            is_last = work == Pass(not trains, last_chunk, number)
+            return run_pass(work, inputs.pop(number) if is_last else inputs[number], received)
+
         def allocate(work: Pass) -> Tensor:
             tokens = micro_batches[work.micro_batch][0]
             return self._model.allocate_state(tokens, work.chunk, leaves=not work.is_forward)
 
         clock = PassClock(self._device.type == "cuda")
         blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        slots = self._slots(len(micro_batches), trains)
         with torch.set_grad_enabled(trains):
-            run_schedule(slots, pipeline, run_pass, allocate, clock, receives_early=not blocks)
+            run_schedule(slots, self._mesh.pipeline, run, allocate, clock, receives_early=not blocks)
         if trains:
             self.clock = clock
-        return outputs
 
     def forward(self, inputs: StageInputs, **options: Any) -> Tensor:
         """Return what `LanguageModel.forward` returns: a state, a loss or predictions."""

@@ -1,14 +1,38 @@
 """Forward and backward of micro-batches as CUDA graphs.
 
-Below some thousand tokens, the host needs longer to launch the kernels of a micro-batch than the device to run them. A
-graph launches all at once: it replays captured kernels on captured addresses, and runs no Python. A step has up to
-three graphs:
+Below some thousand tokens, the host needs longer to launch the kernels of a pass than the device to run them. A graph
+launches all at once: it replays captured kernels on captured addresses, and runs no Python. Each pass of the schedule
+replays one graph; messages between pipeline stages are sent and received between them:
 
-    first     gathers of weights under forward, unless `step` does it; backward writes the sums of gradients
-    middle    forward; backward adds to the sums; replayed for all micro-batches between the other two
-    last      forward; backward adds to the sums, with their reduces under it
+    received ~> entering state       -> [ forward graph  ] -> state that leaves ~> sent
+                                               | activations
+    sent     <~ its gradient         <- [ backward graph ] <- its gradient      <~ received
 
-They share memory: they are captured in this order and replayed in no other.
+A graph has fixed addresses, so micro-batches that are in flight at the same time need different graphs. If at most k
+micro-batches are in flight in a chunk, micro-batch i takes slot i mod k of the chunk. A slot has up to three pairs of a
+forward and a backward graph:
+
+    first     of micro-batch 0: forward of chunk 0 contains the gathers of weights, unless `step` does them; backward
+              writes the sums of gradients
+    middle    backward adds to the sums
+    last      backward adds to the sums, with the reduces of complete buckets under it
+
+The slots of a chunk of which k = 3 micro-batches of m = 8 are in flight, where F and B are the graphs of a pair:
+
+    slot 0    F first 0     B first 0     F middle 3    B middle 3    F middle 6    B middle 6
+    slot 1       F middle 1    B middle 1    F middle 4    B middle 4    F last 7      B last 7
+    slot 2          F middle 2    B middle 2    F middle 5    B middle 5
+
+**Memory.** Graphs that share a pool write to the same addresses. The graphs of a slot share a pool; two slots never do.
+This is safe, because the activations of a micro-batch are all that a graph leaves in its pool, and no other graph of
+the slot runs until the backward graph of the pair has read them. States and gradients are copied to buffers outside.
+With one pool for all slots, a forward graph could write an intermediate result over activations that another slot still
+needs, because that memory was free when the first graph was captured. The price: activations need as much memory as in
+passes without graphs, but intermediate results need theirs once per slot.
+
+**Reduces.** All work of a graph ends with it, so the reduces that a last backward graph starts run under the backward
+of its chunk only. Another graph reduces tied embeddings after the last pass: their two stages wait for each other, and
+the first one needs gradients that the last one sends after its last graph.
 
 All ranks capture, or none. Before the capture they agree whether all have the memory for it. A rank that fails later
 may leave others stuck in it, because NCCL may exchange the buffers of a captured collective among its ranks. The rank
@@ -18,25 +42,70 @@ graphs. Otherwise its wait ends at the timeout, and theirs after its process has
 
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.capture import PeakMemory, capturing
-from megatron_ladder.comm.group import CommGroup, to_device
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.schedule import Pass, Slot
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.language_model import LanguageModel, LossScales
+from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
+from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.progress import print_rank_0
 
 _WARM_UP_STEPS = 3
 """Steps before a capture, in which operations are compiled, and libraries and NCCL initialise."""
 _MEASURED_STEPS = 5
 """Steps without graphs, and with them, whose times are compared."""
+
+RunPass = Callable[[Pass, StageInputs, Tensor | None], Tensor | None]
+"""Runs a pass for a micro-batch's inputs; otherwise as in `schedule.py`."""
+
+
+class _Key(NamedTuple):
+    """Which graph runs a pass."""
+
+    is_forward: bool
+    chunk: int
+    slot: int
+    is_first: bool
+    is_last: bool
+
+
+class _Chunk(NamedTuple):
+    """What the graphs of a chunk read and write, outside of their pools. None at the ends of the model."""
+
+    in_flight: int
+    """The most micro-batches at a time, the number of slots."""
+    leaving: Tensor | None
+    """The state that leaves it, which the next forward graph overwrites."""
+    gradient: Tensor | None
+    """The gradient of that state."""
+    entering_gradient: Tensor | None
+    """The gradient of the state that has entered, which the next backward graph overwrites."""
+
+
+class _GraphSlot(NamedTuple):
+    """What the graphs of a slot read, and their memory."""
+
+    pool: Any
+    inputs: StageInputs
+    entering: Tensor | None
+
+
+class _Recorded(NamedTuple):
+    """The autograd graph of a captured forward pass."""
+
+    entered: Tensor | None
+    end: Tensor | GradientEdge
 
 
 class CapturedPasses:
@@ -56,46 +125,119 @@ class CapturedPasses:
         """When the steps up to the end of the measurement started."""
         self._memory: PeakMemory | None = None
         """Measures the last step before the capture."""
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._inputs: list[Tensor | None] = []
-        self._device = next(module.parameters()).device
+        self._graphs: dict[_Key | None, torch.cuda.CUDAGraph] = {}
+        """None stands for the reduces after the last pass, if there are any."""
+        self._chunks: list[_Chunk] = []
+        self._slots: dict[tuple[int, int], _GraphSlot] = {}
+        """By chunk and number."""
+        self._micro_batches = 0
+        self._device = module.device
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         self._scales = LossScales(zero, zero.clone())
         self._loss_sum = torch.zeros((), device=self._device)
 
-    def run(self, micro_batches: Sequence[Sequence[Tensor | None]], scales: LossScales) -> Tensor | None:
-        """Run forward and backward of a step, and return its loss, or None if it uses no graphs."""
+    def run(
+        self,
+        slots: Sequence[Slot],
+        micro_batches: Sequence[Sequence[Any]],
+        scales: LossScales,
+        run_slots: Callable[[RunPass], None],
+    ) -> Tensor | None:
+        """Run forward and backward of a step, and return its loss, or None if it uses no graphs.
+
+        `run_slots` runs the slots with what runs a pass.
+        """
         if not self._uses_graphs():
             return None
-        if not self._graphs and not self._captures(micro_batches):
+        if not self._graphs and not self._captures(slots, micro_batches):
             return None
+        assert len(micro_batches) == self._micro_batches, "all steps have equally many micro-batches"
         for captured_scale, scale in zip(self._scales, scales, strict=True):
             captured_scale.copy_(scale)
         self._loss_sum.zero_()
-        for index, batch in enumerate(micro_batches):
-            for captured, part in zip(self._inputs, batch, strict=True):
-                if captured is not part:
-                    assert captured is not None and part is not None, "the inputs of all micro-batches are alike"
-                    captured.copy_(to_device(part, self._device))
-            self._graphs[-1 if index == len(micro_batches) - 1 else min(index, 1)].replay()
+        run_slots(self._replay)
+        if None in self._graphs:
+            self._graphs[None].replay()
         return self._loss_sum.clone()
+
+    def measuring(self, work: Pass) -> AbstractContextManager[None]:
+        """Return a context that measures the memory of a pass without graphs, if the next step is captured."""
+        if self._memory is None:
+            return nullcontext()
+        return self._memory.measuring((work.chunk, work.micro_batch))
 
     def close(self) -> None:
         """Free the graphs, and use none from now on; the groups of their collectives must still exist."""
         self._closed = True
         self._sharded.gathers_late = False
-        for graph in self._graphs:
+        for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
+        self._slots.clear()
+        self._chunks.clear()
 
-    def _captures(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> bool:
+    def _replay(self, work: Pass, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
+        key = self._key(work)
+        chunk, slot = self._chunks[work.chunk], self._slots[key.chunk, key.slot]
+        into = slot.entering if work.is_forward else chunk.gradient
+        if received is not None:
+            assert into is not None
+            into.copy_(received)
+        if work.is_forward:
+            read_parts = self._read_parts(inputs, work.chunk)
+            for captured, part in zip(self._read_parts(slot.inputs, work.chunk), read_parts, strict=True):
+                if captured is not part:
+                    assert captured is not None and part is not None, "the inputs of all micro-batches are alike"
+                    captured.copy_(part)
+        self._graphs[key].replay()
+        result = chunk.leaving if work.is_forward else chunk.entering_gradient
+        # The next pass of the chunk may run while this is being sent.
+        return None if result is None else result.clone()
+
+    def _key(self, work: Pass) -> _Key:
+        number = work.micro_batch
+        slot = self._slot_number(work.chunk, number)
+        return _Key(work.is_forward, work.chunk, slot, number == 0, number == self._micro_batches - 1)
+
+    def _slot_number(self, chunk: int, micro_batch: int) -> int:
+        return micro_batch % self._chunks[chunk].in_flight
+
+    def _read_parts(self, inputs: StageInputs, chunk: int) -> list[Tensor | None]:
+        """Return the parts of the inputs that a chunk reads."""
+        tokens, labels, loss_mask, positions, *_ = inputs.tensors
+        parts = [*inputs.context.rotary, inputs.context.token_mask]
+        if self._module.begins_in(chunk):
+            parts += [tokens, positions]
+        if self._module.ends_in(chunk):
+            parts += [labels, loss_mask]
+        return parts
+
+    def _copy_of(self, inputs: StageInputs, chunk: int) -> StageInputs:
+        """Return the inputs with copies of what a chunk reads and what differs between micro-batches."""
+        positions = inputs.tensors[3]
+        read = {id(part) for part in self._read_parts(inputs, chunk) if part is not None}
+        if positions is None:
+            # All micro-batches have one table.
+            read -= {id(part) for part in inputs.context.rotary}
+
+        def copied(part: Any) -> Any:
+            return part.clone() if id(part) in read else part
+
+        rotary = RotaryTable(*map(copied, inputs.context.rotary))
+        context = inputs.context._replace(rotary=rotary, token_mask=copied(inputs.context.token_mask))
+        return StageInputs([copied(part) for part in inputs.tensors], context)
+
+    def _captures(self, slots: Sequence[Slot], micro_batches: Sequence[Sequence[Any]]) -> bool:
         """Capture a step on all ranks; if one of them cannot, return False or raise UserError on all."""
         assert self._memory is not None, "the step before the capture was measured"
-        problem = self._first_problem(self._memory.capture_problem())
+        self._micro_batches = len(micro_batches)
+        self._allocate(slots, micro_batches[0])
+        problem = self._first_problem(self._memory.capture_problem(lambda key: (key[0], self._slot_number(*key))))
+        self._memory = None
         if problem is None:
             failure = ""
             try:
-                self._capture(micro_batches)
+                self._capture()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
                 text = f"*** --cuda-graph: rank {self._world.rank} cannot capture a step: {failure} ***"
@@ -103,12 +245,11 @@ class CapturedPasses:
             problem = self._first_problem(failure)
             if problem is None:
                 return True
-            self.close()
             self._sharded.forget_capture()
+        self.close()
         if not self._measures:
             raise UserError(f"--cuda-graph true: a step cannot be captured {problem}; use auto or false")
         self._measures = False
-        self._closed = True
         text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {problem} ***"
         print_rank_0(text, self._world.rank)
         return False
@@ -118,26 +259,70 @@ class CapturedPasses:
         problems = self._world.broadcast_object(self._world.gather_objects(problem))
         return next((f"on rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
 
-    def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
-        self._inputs = [None if part is None else part.to(self._device, copy=True) for part in micro_batches[0]]
-        passes = min(len(micro_batches), 3)
-        stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+    def _allocate(self, slots: Sequence[Slot], micro_batch: Sequence[Any]) -> None:
+        module, tokens = self._module, micro_batch[0]
+        inputs = module.stage_inputs(*micro_batch)
+        for chunk in range(module.chunks):
+            changes = (1 if work.is_forward else -1 for work, _ in slots if work is not None and work.chunk == chunk)
+            in_flight = max(accumulate(changes))
+            leaving = gradient = entering_gradient = None
+            if not module.ends_in(chunk):
+                leaving = module.allocate_state(tokens, chunk, leaves=True)
+                gradient = torch.zeros_like(leaving)
+            if not module.begins_in(chunk):
+                entering_gradient = module.allocate_state(tokens, chunk)
+            self._chunks.append(_Chunk(in_flight, leaving, gradient, entering_gradient))
+            for number in range(in_flight):
+                entering = None if entering_gradient is None else torch.zeros_like(entering_gradient)
+                copied = self._copy_of(inputs, chunk)
+                self._slots[chunk, number] = _GraphSlot(torch.cuda.graph_pool_handle(), copied, entering)
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream(self._device)
+        last = self._micro_batches - 1
         self._sharded.gather_late()
         with ExitStack() as step:
-            step.enter_context(self._sharded.reducing(passes))
-            for _ in range(passes):
-                graph = torch.cuda.CUDAGraph()
-                with capturing(graph, stream, pool):
-                    self._run_pass()
-                    if len(self._graphs) == passes - 1:
-                        # The last graph also waits for the reduces.
-                        step.close()
-                self._graphs.append(graph)
+            step.enter_context(self._sharded.reducing(min(self._micro_batches, 2)))
+            for number in range(self._micro_batches):
+                works = [Pass(True, chunk, number) for chunk in range(self._module.chunks)]
+                works = [work for work in works if self._key(work) not in self._graphs]
+                with self._sharded.uncounted() if 0 < number < last else nullcontext():
+                    recorded = [self._capture_forward(work, stream) for work in works]
+                    for work in reversed(works):
+                        self._capture_backward(work._replace(is_forward=False), recorded.pop(), stream)
+            if self._sharded.has_unreduced:
+                with self._capturing(stream, self._slots[0, 0].pool, None):
+                    step.close()
 
-    def _run_pass(self) -> None:
-        loss = self._module(*self._inputs, scales=self._scales)
-        self._loss_sum += loss.detach()
-        loss.backward()
+    def _capture_forward(self, work: Pass, stream: torch.cuda.Stream) -> _Recorded:
+        key = self._key(work)
+        chunk, slot = self._chunks[work.chunk], self._slots[key.chunk, key.slot]
+        entered = None if slot.entering is None else slot.entering.detach().requires_grad_()
+        with self._capturing(stream, slot.pool, key):
+            tensors, context = slot.inputs
+            leaving = self._module(*tensors, context=context, entering=entered, chunk=work.chunk, scales=self._scales)
+            if chunk.leaving is None:
+                self._loss_sum += leaving.detach()
+                return _Recorded(entered, leaving)
+            chunk.leaving.copy_(leaving.detach())
+            return _Recorded(entered, get_gradient_edge(leaving))
+
+    def _capture_backward(self, work: Pass, recorded: _Recorded, stream: torch.cuda.Stream) -> None:
+        key = self._key(work)
+        chunk, slot = self._chunks[work.chunk], self._slots[key.chunk, key.slot]
+        with self._capturing(stream, slot.pool, key):
+            torch.autograd.backward(recorded.end, chunk.gradient)
+            if chunk.entering_gradient is not None:
+                assert recorded.entered is not None and recorded.entered.grad is not None
+                chunk.entering_gradient.copy_(recorded.entered.grad)
+
+    @contextmanager
+    def _capturing(self, stream: torch.cuda.Stream, pool: Any, key: _Key | None) -> Iterator[None]:
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, stream, pool):
+            yield
+            self._sharded.end_captured_pass()
+        self._graphs[key] = graph
 
     def _uses_graphs(self) -> bool:
         """Count a step, and after the last measured one compare their times."""

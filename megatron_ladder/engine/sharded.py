@@ -117,6 +117,8 @@ class ShardedOptimizer(ZeroOptimizer):
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
         }
         self._micro_batches = 0
+        self._counts = True
+        """Whether gradients are counted."""
         self._added: dict[nn.Parameter, int] = {}
         """Number of gradients of each parameter in this step."""
         self._reduces: list[InFlight] = []
@@ -145,6 +147,21 @@ class ShardedOptimizer(ZeroOptimizer):
             in_flight.wait()
         self._reduces.clear()
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Add gradients inside the block to the sums of earlier ones without counting them, for passes that are
+        captured once and repeated."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether the reduces of some buckets have not started in this step."""
+        return len(self._reduces) < len(self.buckets)
+
     def step(self) -> None:
         self.base.step()
         self._is_due = True
@@ -168,6 +185,15 @@ class ShardedOptimizer(ZeroOptimizer):
         """Leave the gathers to the forward passes, the next of which is captured, unless `finishes_steps`."""
         self.finish_step()
         self.gathers_late = self._is_due = not self.finishes_steps
+
+    def end_captured_pass(self) -> None:
+        """Wait for all collectives and streams of a captured pass, because no other graph can."""
+        self.finish_step()
+        for in_flight in self._reduces:
+            in_flight.wait()
+        self._reduces[:] = [InFlight(in_flight.partial, None) for in_flight in self._reduces]
+        for bucket in self.buckets:
+            bucket.streams.clear()
 
     def forget_capture(self) -> None:
         """Forget the collectives of a capture that has failed; the next forward pass gathers the weights again."""
@@ -203,10 +229,11 @@ class ShardedOptimizer(ZeroOptimizer):
     def _add(self, parameter: nn.Parameter, add: Callable[[Tensor, bool], object]) -> None:
         """Call `add` with the parameter's sum, and whether it replaces those of an earlier step."""
         bucket, total = self._sums[parameter]
-        count = self._added[parameter] = self._added.get(parameter, 0) + 1
+        earlier = self._added.get(parameter, 0)
+        count = self._added[parameter] = earlier + 1 if self._counts else earlier
         if count > self._micro_batches:
             raise RuntimeError(f"gradient {count} of a parameter in a step of {self._micro_batches} backward passes")
-        add(total, count == 1)
+        add(total, earlier == 0)
         if total.is_cuda:
             bucket.streams.add(torch.cuda.current_stream())
         bucket.unfinished -= count == self._micro_batches

@@ -20,7 +20,7 @@ from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import Router
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
-from megatron_ladder.model.rotary import rotary_table
+from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
@@ -110,6 +110,8 @@ class LanguageModel(nn.Module):
         self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in stage_layers]
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
+        self._table: RotaryTable | None = None
+        """That of the last micro-batch whose positions counted from 0 in every row."""
         self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
@@ -209,6 +211,10 @@ class LanguageModel(nn.Module):
         text = f"tokens and labels: expected 0 to {self.config.vocab_size - 1}; labels may be {IGNORED}"
         torch._assert_async(are_known.all(), text)
 
+    def begins_in(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's first one, which reads tokens."""
+        return self.is_first and chunk == 0
+
     def ends_in(self, chunk: int) -> bool:
         """Return whether a chunk is the model's last one, which returns losses."""
         return self.is_last and chunk == self.chunks - 1
@@ -307,7 +313,9 @@ class LanguageModel(nn.Module):
         loss_mask = moved(loss_mask, self.is_last)
         positions = moved(positions)
         lengths = moved(lengths)
-        context = self.training_context(tokens, positions, lengths, document_bounds)
+        context = self.training_context(tokens, positions, lengths, document_bounds, self._table)
+        if positions is None:
+            self._table = context.rotary
         return StageInputs((tokens, labels, loss_mask, positions, lengths, document_bounds), context)
 
     def training_context(
@@ -316,6 +324,7 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
+        table: RotaryTable | None = None,
     ) -> SequenceContext:
         """Return the context of whole rows, on the device of the layers.
 
@@ -326,11 +335,15 @@ class LanguageModel(nn.Module):
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
+            table: that of some number of positions from 0 on, which is used if it is the one that is needed.
         """
         length = tokens.shape[1]
         device = self.device
-        positions = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
-        table = rotary_table(self.config, positions, self.compute_dtype)
+        if positions is not None:
+            table = rotary_table(self.config, positions.t(), self.compute_dtype)
+        elif table is None or len(table.cos) != length:
+            from_0 = torch.arange(length, device=device).unsqueeze(1)
+            table = rotary_table(self.config, from_0, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
         token_mask = None if lengths is None else torch.arange(length, device=device).unsqueeze(1) < lengths
         return SequenceContext(table, documents=documents, token_mask=token_mask)

@@ -67,7 +67,7 @@ def train_step(
     # Forward and backward of all micro-batches. Gradients are reduced under the last backward pass.
     model.take_extra_losses()
     model.take_loads(trainer.device)
-    loss_sum = _forward_backward(trainer, micro_batches, scales)
+    loss_sum = engine.train(micro_batches, scales)
 
     # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
     gradients = engine.optimizer.gradients()
@@ -109,17 +109,6 @@ def train_step(
         engine.optimizer.step()
         model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
     return result
-
-
-def _forward_backward(trainer: Trainer, micro_batches: Sequence[MicroBatch], scales: LossScales) -> Tensor:
-    """Return this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last."""
-    engine = trainer.engine
-    captured = None if engine.passes is None else engine.passes.run(micro_batches, scales)
-    if captured is not None:
-        return captured
-    with engine.optimizer.reducing(len(micro_batches)):
-        losses = engine.run_passes(micro_batches, trains=True, scales=scales)
-    return sum(losses, torch.zeros((), device=trainer.device))
 
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

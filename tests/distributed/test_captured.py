@@ -3,7 +3,8 @@
 import contextlib
 import io
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.races import EnoughMemory
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import LATENT, RECIPE, Batch, check_same, steps_of_batches, take_steps, train
+from tests.helpers.steps import LATENT, RECIPE, Batch, check_same, launch_of, steps_of_batches, take_steps, train
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 3
@@ -36,6 +37,35 @@ EXPERTS = (
 )
 
 
+class Pool:
+    """The memory of graphs. Before a replay, all of it changes but what was in use when the graph was captured."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Tensor] = {}
+        """By address of the storage: its bytes."""
+        self._recorded = Counter[int]()
+        """How many tensors of each storage the graphs keep."""
+
+    def record(self, tensors: Iterable[object], made: bool = False) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if made and storage._cdata not in self._storages:
+                self._storages[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._recorded[storage._cdata] += 1
+            self._recorded[storage._cdata] += 1
+
+    def in_use(self) -> set[int]:
+        count: Callable[[int], int] = torch._C._storage_Use_Count
+        return {address for address in self._storages if count(address) > self._recorded[address]}
+
+    def overwrite(self, kept: set[int]) -> None:
+        for address, whole in self._storages.items():
+            if address not in kept:
+                whole.fill_(255)
+
+
 class RecordedGraph(TorchDispatchMode):
     """Plays `torch.cuda.CUDAGraph`. A replay repeats operators on the same tensors; a capture leaves no trace."""
 
@@ -44,28 +74,47 @@ class RecordedGraph(TorchDispatchMode):
         self.replays = 0
         self._operators: list[tuple[Any, Any, Any, list[Any]]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made = set[int]()
+        self._pool = Pool()
+        self._kept: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = set[int]()
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()).data_ptr() not in self._before:
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                self._before[storage.data_ptr()] = whole, whole.clone()
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                read.add(storage._cdata)
+                if storage._cdata not in self._before and storage._cdata not in self._made:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    self._before[storage._cdata] = whole, whole.clone()
         result = func(*args, **(kwargs or {}))
         args, kwargs, recorded = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tree_leaves(result)))
         self._operators.append((func, args, kwargs, recorded))
+        self._pool.record(tree_leaves((args, kwargs)))
+        for one in recorded:
+            if isinstance(one, Tensor):
+                is_made = one.untyped_storage()._cdata not in read
+                self._pool.record([one], is_made)
+                if is_made:
+                    self._made.add(one.untyped_storage()._cdata)
         return result
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, pool: Pool | None = None) -> Iterator[None]:
+        self._pool = pool or self._pool
+        self._kept = self._pool.in_use()
         try:
             with self:
                 yield
         finally:
             for whole, before in self._before.values():
                 whole.copy_(before)
+            self._before.clear()
+            self._made.clear()
 
     def replay(self) -> None:
         self.replays += 1
+        self._pool.overwrite(self._kept)
         for func, args, kwargs, recorded in self._operators:
             for old, new in zip(recorded, tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
@@ -79,8 +128,8 @@ class RecordedGraph(TorchDispatchMode):
 
 @contextmanager
 def played_graphs() -> Iterator[None]:
-    def capture(recorded: RecordedGraph, stream: None, pool: None) -> Any:
-        return recorded.recording()
+    def capture(recorded: RecordedGraph, stream: None, pool: Pool) -> Any:
+        return recorded.recording(pool)
 
     def wait(work: dist.Work) -> bool:
         # A wait for gloo copies the result, which is a part of the collective.
@@ -89,7 +138,7 @@ def played_graphs() -> Iterator[None]:
 
     wait_of_torch = dist.Work.wait
     with (
-        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, Stream=mock.Mock(), graph_pool_handle=mock.Mock()),
+        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, Stream=mock.Mock(), graph_pool_handle=Pool),
         mock.patch.multiple(graph, capturing=capture, PeakMemory=EnoughMemory),
         mock.patch.object(dist.Work, "wait", wait),
     ):
@@ -112,15 +161,16 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
             for iteration, batch in enumerate(batches, start=1):
                 own = own_batches(trainer, batch)
                 # In the last step, a layer is frozen.
-                trainer.model.stack.layers["0"].requires_grad_(iteration < len(batches))
+                next(iter(trainer.model.stack.layers.values())).requires_grad_(iteration < len(batches))
                 with trainer.engine.keeping_frozen():
                     result = train_step(trainer, own, iteration)
                 history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
-                history.append(trainer.engine.run_passes(own[:1], trains=False)[0].item())
+                history += [loss.item() for loss in trainer.engine.run_passes(own[:1], trains=False)]
         if trainer.engine.passes is not None:
-            graphs: list[Any] = trainer.engine.passes._graphs
+            graphs: list[Any] = [one for key, one in trainer.engine.passes._graphs.items() if key is not None]
             replays = sum(one.replays for one in graphs if isinstance(one, RecordedGraph))
-            assert len(graphs) == min(len(own), 3) and replays == CAPTURED * len(own) * (trainer.device.type == "cpu")
+            passes = 2 * trainer.model.chunks * len(own)
+            assert len(graphs) <= passes and replays == CAPTURED * passes * (trainer.device.type == "cpu")
             trainer.engine.close()
         found.append((history, weight_pieces(trainer)))
     return found
@@ -134,7 +184,7 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
     """Compare what `histories` returned on all ranks."""
     check_same(*zip(*results, strict=True))
     for (eager, _), _ in results:
-        assert len({loss for loss, *_ in eager[::2]}) == WARM_UP + CAPTURED
+        assert len({one[0] for one in eager if isinstance(one, tuple)}) == WARM_UP + CAPTURED
 
 
 @pytest.mark.parametrize(
@@ -155,6 +205,31 @@ def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, 
     check_captured(gloo_pools(4).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 
+CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+PIPELINES = [
+    # Layout, layers, micro-batches, and flags.
+    ("1x2x2", 4, 3, f"--residual-mode ladder {CHUNKS} --tie-embeddings --bf16"),
+    ("2x2x1", 4, 5, f"--residual-mode ladder {CHUNKS} --sequence-parallel --recompute-granularity full --bf16"),
+    ("1x4x1", 4, 7, f"{EXPERTS} --residual-mode ladder"),
+    ("1x3x1", 6, 4, f"--residual-mode ladder-attention {CHUNKS} --tie-embeddings --zero-stage 0"),
+    ("1x2x1", 6, 1, f"--residual-mode standard {CHUNKS} --z-loss-coeff 1e-3"),
+]
+
+
+def check_pipeline(gloo_pools: GlooPools, layout: str, layers: int, micro_batches: int, flags: str) -> None:
+    ranks, words = launch_of(layout, flags)
+    data_parallel = int(layout.rpartition("x")[2])
+    argv = [*RECIPE, *words, *f"--num-layers {layers} --global-batch-size {2 * data_parallel * micro_batches}".split()]
+    check_captured(gloo_pools(ranks).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
+
+
+@pytest.mark.parametrize(("layout", "layers", "micro_batches", "flags"), PIPELINES)
+def test_captured_pipelines_are_bitwise_those_without_graphs(
+    gloo_pools: GlooPools, layout: str, layers: int, micro_batches: int, flags: str
+) -> None:
+    check_pipeline(gloo_pools, layout, layers, micro_batches, flags)
+
+
 def gathers_of_steps(argv: list[str], batches: list[list[Batch]], from_python: bool) -> tuple[list[int], Any]:
     """On each rank: the gathers in each captured pass, and the outcome, of the Python API's steps or the program's."""
     trainer = build_trainer_here(argv)
@@ -163,12 +238,13 @@ def gathers_of_steps(argv: list[str], batches: list[list[Batch]], from_python: b
     with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
         if from_python:
             rank_batches = (own_batches(trainer, batch) for batch in batches)
-            run = TrainingRun(mock.Mock(trainer=trainer, batches=rank_batches, iteration=0))
+            opened: Any = mock.Mock(trainer=trainer, batches=rank_batches, iteration=0)
+            run = TrainingRun(contextlib.nullcontext(opened))
             results = [run.step() for _ in batches]
             history = [(result.loss, result.gradient_norm) for result in results]
         else:
             history = take_steps(trainer, batches)
-    graphs: list[Any] = trainer.engine.passes._graphs
+    graphs: list[Any] = [*trainer.engine.passes._graphs.values()]
     found = [sum("allgather" in str(func) for func, *_ in one._operators) for one in graphs]
     return found, (history, weight_pieces(trainer))
 
@@ -181,7 +257,7 @@ def test_weights_are_gathered_once_in_a_step(gloo_pools: GlooPools) -> None:
         results = gloo_pools(2).run(gathers_of_steps, argv, batches_of_steps(4), from_python)
         gathers, outcomes = zip(*results, strict=True)
         check_same(outcomes, expected)
-        assert all((first == 0) is from_python and rest == 0 for first, rest in gathers)
+        assert all((first == 0) is from_python and not any(rest) for first, *rest in gathers)
 
 
 class FailingGraph(RecordedGraph):
@@ -192,20 +268,20 @@ class FailingGraph(RecordedGraph):
         self._failing_rank = failing_rank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._failing_rank is None and len(self._operators) == 700:
+        if self._failing_rank is None and len(self._operators) == 100:
             raise RuntimeError("operation not permitted")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        with super().recording():
+    def recording(self, pool: Pool | None = None) -> Iterator[None]:
+        with super().recording(pool):
             yield
         if dist.get_rank() == self._failing_rank:
             raise RuntimeError("the capture is invalid")
 
 
 class TooLittleMemory(EnoughMemory):
-    def capture_problem(self) -> str:
+    def capture_problem(self, pool_of: object) -> str:
         return "too little memory" * (dist.get_rank() == 1)
 
 
@@ -217,7 +293,7 @@ def failing(
     Without memory on rank 1, no rank makes a graph.
     """
     trainer = build_trainer_here(argv)
-    made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)] * has_memory)
+    made = iter([*(RecordedGraph() for _ in range(5)), FailingGraph(failing_rank)] if has_memory else [])
     with (
         played_graphs(),
         mock.patch.object(torch.cuda, "CUDAGraph", lambda: next(made)),
@@ -260,7 +336,7 @@ def test_graphs_are_kept_if_steps_are_faster_with_them(
     monkeypatch.setattr(graph.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
     sharded: Any = SimpleNamespace(gathers_late=True)
-    module: Any = torch.nn.Linear(1, 1)
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
     passes = CapturedPasses(module, sharded, CommGroup.alone(), measures=True)
     assert [passes._uses_graphs() for _ in range(20)] == [False] * 8 + [True] * 6 + [kept] * 6
     assert sharded.gathers_late is kept

@@ -332,6 +332,24 @@ def captured_training(machine: Machine, ranks: int) -> str:
     return figure
 
 
+@check("captured pipelines, compared with pipelines without graphs", gpus=(2, 8), seconds=240)
+def captured_pipelines(machine: Machine, ranks: int) -> str:
+    chunks = "--num-layers-per-virtual-pipeline-stage 1"
+    layouts = {
+        f"1x2x{ranks // 2}": ("", f"{chunks} --recompute-granularity full", "--tie-embeddings"),
+        **({"2x2x2": (f"{chunks} --sequence-parallel",), "1x4x2": ("", chunks)} if ranks == 8 else {}),
+    }
+    wirings = [WIRINGS["standard"], WIRINGS["ladder"], *EXPERT_WIRINGS[-2:]] if machine.on_gpu else [WIRINGS["ladder"]]
+    for wiring, (layout, flags) in itertools.product(wirings, layouts.items()):
+        data_parallel = int(layout.rpartition("x")[2])
+        micro_batches = 7 * data_parallel
+        for words in flags:
+            sizes = f"--num-layers 8 --global-batch-size {2 * micro_batches} --bf16 {NOT_COMPILED}"
+            _, argv = launch_of(layout, wiring, words, sizes)
+            check_captured(machine.call(ranks, histories, [*RECIPE, *argv], batches_of_steps(micro_batches)))
+    return f"{len(wirings) * sum(map(len, layouts.values()))} cases bitwise equal"
+
+
 AFTER_FAILURE = 20
 """Steps after a failed capture, the ninth step."""
 

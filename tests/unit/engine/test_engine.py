@@ -84,4 +84,4 @@ def test_ids_are_checked_where_they_are_read_and_angles_computed_once() -> None:
     first, middle, last = ([range(start, start + 2), range(start + 6, start + 8)] for start in (0, 2, 16))
     found = [kernels_of_a_stage("ladder", rank, chunks, 5, {}) for rank, chunks in enumerate((first, middle, last))]
     assert [kernels["_assert_async"] for kernels in found] == [5, 0, 5]
-    assert [kernels["cos"] for kernels in found] == [5, 5, 5]
+    assert [kernels["cos"] for kernels in found] == [1, 1, 1]

@@ -16,7 +16,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.engine import graph, sharded
-from megatron_ladder.engine.engine import Engine
+from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import sum_partial_gradients
@@ -55,18 +55,16 @@ class Rank:
         self.optimizer = ShardedOptimizer(self.model, groups, mesh, torch.float32, BUCKET_NUMBERS)
         self.optimizer.base = torch.optim.SGD(self.optimizer.groups, lr=1e-3, foreach=False)
         ids = torch.randint(0, config.vocab_size, (2, 13))
-        self.batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        self.batch: ModelInputs = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)
 
     def faults(self, micro_batches: int) -> list[str]:
         """Return the faults of two steps without graphs, and of two that replay captured passes."""
-        passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
+        engine = Engine(self.model, self.optimizer, self.mesh, torch.device("cpu"))
+        engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
                 self.model.take_extra_losses()
-                if passes.run([self.batch] * micro_batches, LossScales(torch.ones(()), torch.ones(()))) is None:
-                    with self.optimizer.reducing(micro_batches):
-                        for _ in range(micro_batches):
-                            self.model(*self.batch).backward()
+                engine.train([self.batch] * micro_batches, LossScales(torch.ones(()), torch.ones(())))
                 sum_partial_gradients(self.optimizer.gradients(), self.mesh, torch.device("cpu"))
                 for bucket in self.optimizer.buckets:
                     assert bucket.master.grad is not None
@@ -128,7 +126,8 @@ STAGE, CHUNKS = 1, [range(1, 2), range(4, 5)]
 
 
 def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list[str]:
-    """Return the faults of two steps of a pipeline stage with tensor parallelism, and of a forward pass."""
+    """Return the faults of a pipeline stage with tensor parallelism: of two steps, two captured ones, and a forward
+    pass."""
     tensor, pipeline = PlayedNccl(TENSOR, checker), PlayedNccl(3, checker)
     pipeline.rank = STAGE
     mesh = replace(ProcessMesh.single(), tensor=tensor, pipeline=pipeline)
@@ -137,14 +136,14 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     optimizer = ShardedOptimizer(model, [group, {"params": []}], mesh, torch.float32, BUCKET_NUMBERS)
     optimizer.base = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
     engine = Engine(model, optimizer, mesh, torch.device("cpu"))
+    engine.passes = CapturedPasses(model, optimizer, CommGroup.alone(), measures=False)
     ids = torch.randint(0, 101, (2, 13))
     batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
     scales = LossScales(torch.ones(()), torch.ones(()))
 
     with checker:
-        for _ in range(2):
-            with engine.optimizer.reducing(micro_batches):
-                engine.run_passes(batches, trains=True, scales=scales)
+        for _ in range(4):
+            engine.train(batches, scales)
             sum_partial_gradients(engine.optimizer.gradients(), mesh, torch.device("cpu"))
             engine.optimizer.step()
         engine.run_passes(batches, trains=False)

@@ -114,7 +114,7 @@ class Layout:
     @property
     def is_captured(self) -> bool:
         """Whether training captures its passes, in which the host then launches no kernels."""
-        return layout_captures(str(self.zero), self.data, self.pipeline)
+        return layout_captures(str(self.zero), self.data)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine import graph
+from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
@@ -232,15 +233,13 @@ def test_captured_steps_exchange_gradients_and_weights(wiring: str, monkeypatch:
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0)
     sharded = ShardedOptimizer(model, parameter_groups(model, settings), mesh, torch.float32, 20_000)
     sharded.base, _ = build_optimizer(sharded.groups, settings, CPU)
-    passes = CapturedPasses(model, sharded, CommGroup.alone(), measures=False)
+    engine = Engine(model, sharded, mesh, CPU)
+    passes = engine.passes = CapturedPasses(model, sharded, CommGroup.alone(), measures=False)
     ids = torch.arange(BATCH * (SEQUENCE + 1)).view(BATCH, -1)
-    batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    batch: ModelInputs = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)
 
     def step() -> None:
-        if passes.run([batch] * 2, LossScales(torch.ones(()), torch.ones(()))) is None:
-            with sharded.reducing(2):
-                for _ in range(2):
-                    model(*batch).backward()
+        engine.train([batch] * 2, LossScales(torch.ones(()), torch.ones(())))
         sharded.step()
 
     bytes_of_buckets = Counter(bucket.weights.nbytes for bucket in sharded.buckets)
@@ -253,7 +252,7 @@ def test_captured_steps_exchange_gradients_and_weights(wiring: str, monkeypatch:
             exchanged = Counter(data.launches) - Counter(before)
             # Gradients are scattered once, and weights gathered once.
             assert exchanged == {Message(size, 2, 0.5): 2 * n for size, n in bytes_of_buckets.items()}, number
-    assert len(passes._graphs) == 2
+    assert len(passes._graphs) == 4
 
 
 def played_group(size: int, kernel: Occupy) -> OccupiedGroup:

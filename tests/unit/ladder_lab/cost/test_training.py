@@ -213,11 +213,11 @@ def test_the_host_launches_for_longer_than_one_gpu_computes() -> None:
     """16 layers of an 8B at TP 8 without communication: 20 ms captured and 73 ms otherwise, on one H200."""
     layout = Layout(tensor=8, zero=1)
     times = LayerTime(replace(LLAMA, num_layers=16), Machine.usual("h200"), layout, 2048, reduce_factor=0.0)
-    captured, eager = (step_time(times, replace(layout, zero=zero), 1).total for zero in (1, 0))
+    captured, eager = (step_time(times, replace(layout, zero=zero), 1).total for zero in (1, 3))
     assert captured == pytest.approx(20e-3, rel=0.15)
     assert eager == pytest.approx(73e-3, rel=0.1)
     again = replace(times, layout=replace(layout, recompute=True))
-    assert step_time(again, replace(layout, zero=0), 1).total > 1.4 * eager
+    assert step_time(again, replace(layout, zero=3), 1).total > 1.4 * eager
 
 
 def test_layouts_are_captured_where_training_captures_them() -> None:
