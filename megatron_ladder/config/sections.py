@@ -177,9 +177,9 @@ class ParallelConfig:
     """Shard the residual stream along the sequence over the tensor-parallel ranks, which saves activation memory. Each
     all-reduce becomes a reduce-scatter and an all-gather. Not with --residual-mode desync."""
     tp_comm_max_ctas: int = flag(16, minimum=0, maximum=32)
-    """Maximum number of multiprocessors that a tensor- or data-parallel NCCL collective takes from the computation it
-    overlaps with. 0 leaves the choice to NCCL: up to 32, which costs large collectives more than half of the time that
-    the overlap saves."""
+    """Maximum number of multiprocessors that a tensor- or data-parallel NCCL collective, or a message between pipeline
+    stages, takes from the computation it overlaps with. 0 leaves the choice to NCCL: up to 32, which costs large
+    collectives more than half of the time that the overlap saves."""
     distributed_timeout_minutes: float = flag(10.0, above=0)
     """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, in saves and in
     evaluations."""

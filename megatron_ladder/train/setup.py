@@ -27,6 +27,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs
@@ -75,6 +76,7 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     device = start_process_group(rank_info, timeout_minutes, _shared_settings(inputs, rank_info), peers)
     if run.needs_deepspeed:
         start_deepspeed(rank_info, device)
+    _warn_about_one_queue(run, rank_info, device)
     mesh, span = named_for_profiler(run, build_mesh(run, device))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
@@ -85,6 +87,27 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     peers.pipeline = mesh.pipeline
     guard = Guard(run.reliability)
     return Trainer(run, mesh, device, model, engine, optimizer_description, peers, inputs.eod_id, guard)
+
+
+def _warn_about_one_queue(run: RunConfig, rank_info: RankInfo, device: torch.device) -> None:
+    """Print a warning if the GPU has one queue, in which a wait of one stream holds up the work of all others.
+
+    Megatron requires it for its order of launches; here, only the waits of these two flags are put before other work.
+    """
+    if device.type != "cuda" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return
+    stages = run.parallel.pipeline_model_parallel_size
+    uses = {
+        "--sequence-parallel": run.parallel.sequence_parallel,
+        f"--pipeline-model-parallel-size {stages}": stages > 1,
+    }
+    flags = " and ".join(flag for flag, is_used in uses.items() if is_used)
+    if flags:
+        print_rank_0(
+            f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {' and '.join(flags)}, computation waits for communication that "
+            "it could hide: unset the variable ***",
+            rank_info.rank,
+        )
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:

@@ -88,11 +88,25 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     assert "launches of 8 ranks in 17 communicators match" in report
 
 
-def test_memory_of_interleaved_chunks_is_that_of_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16".split()
-    dry_run(parse_run([*LARGER, *layout]), 2)
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("--global-batch-size 16", "6 of the 16"),
+        # Almost everything is a state: one that has entered, arrives, or is sent.
+        (
+            "--num-layers 8 --recompute-granularity full --hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
+            "--vocab-size 512 --micro-batch-size 4 --global-batch-size 32",
+            "8 of the 8",
+        ),
+    ],
+)
+def test_memory_of_interleaved_chunks_is_that_of_the_planner(
+    capsys: pytest.CaptureFixture[str], words: str, count: str
+) -> None:
+    layout = f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {words}"
+    dry_run(parse_run([*LARGER, *layout.split()]), 2)
     report = capsys.readouterr().out
-    assert "ran 2 steps of 6 of the 16 micro-batches" in report and "*** stage" not in report, report
+    assert f"ran 2 steps of {count} micro-batches" in report and "*** stage" not in report, report
     assert "launches of 2 ranks" in report and "match" in report
 
 

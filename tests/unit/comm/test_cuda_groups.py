@@ -69,6 +69,33 @@ def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("--deterministic-mode")[0] == "Ring"
 
 
+@pytest.mark.parametrize(
+    ("words", "value", "device", "flags"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "1", GPU, "--sequence-parallel"),
+        ("--pipeline-model-parallel-size 2", "1", GPU, "--pipeline-model-parallel-size 2"),
+        ("--tensor-model-parallel-size 2", "1", GPU, ""),
+        ("--pipeline-model-parallel-size 2", "8", GPU, ""),
+        ("--pipeline-model-parallel-size 2", None, GPU, ""),
+        ("--pipeline-model-parallel-size 2", "1", CPU, ""),
+    ],
+)
+def test_one_queue_for_all_streams_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    value: str | None,
+    device: torch.device,
+    flags: str,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    setup._warn_about_one_queue(run_of([*RECIPE, *words.split()], 2), RankInfo(0, 2, 0), device)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {flags}, ") if flags else not printed
+
+
 def test_no_process_group_is_bound_to_a_device() -> None:
     """One stream would carry all messages of a rank, each of which would wait for those with other ranks before it."""
     sources = {path: path.read_text(encoding="utf-8") for path in Path(megatron_ladder.__file__).parent.rglob("*.py")}

@@ -35,7 +35,8 @@ copy and softmax, and the gradient of the previous chunk's.
 While backward runs through routed experts, it needs 9 k f / t + k h numbers for each token; with whole experts, whose
 rows no host counts, 9 k f + k h.
 
-Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
+Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once. The outputs that cross
+a cut with the stream are kept with it. Under a pass, up to four more states and gradients arrive, are read or are sent.
 """
 
 import itertools
@@ -230,6 +231,31 @@ def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(ahead + 1, layout.chunks * micro_batches) / layout.chunks
 
 
+def stream_bytes(model: ModelConfig, layout: Layout, sequence: int, precision: Precision = "bf16") -> int:
+    """Return the bytes of the whole residual stream of a micro-batch."""
+    return sequence * layout.micro_batch * model.hidden_size * NUMBER_BYTES[precision]
+
+
+@lru_cache(maxsize=256)
+def _outputs_at_cuts(model: ModelConfig) -> list[int]:
+    """Return how many outputs cross a pipeline cut before each layer."""
+    wired = model.wired_layers
+    plan = plan_reads(wired)
+    return [len(plan.missing(read)) for read in itertools.accumulate(map(len, wired[:-1]), initial=0)]
+
+
+def state_bytes(model: ModelConfig, layout: Layout, sequence: int, cut: int, precision: Precision = "bf16") -> float:
+    """Return the bytes that cross a cut of the layers in a micro-batch, from one rank to one, in each direction.
+
+    Cut i is behind stage i; with several chunks, the next ones follow.
+    """
+    ranges = pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)
+    pending = _outputs_at_cuts(model)[ranges[cut + 1].start]
+    # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
+    share = 1 / layout.tensor if layout.sequence_parallel else 1.0
+    return stream_bytes(model, layout, sequence, precision) * (share + pending)
+
+
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return the parameters of one rank of a stage.
 
@@ -289,6 +315,33 @@ def _layers_activation_bytes(
     return inputs + norms + tokens * inner * size
 
 
+def _cuts_of_stage(layout: Layout, stage: int) -> tuple[list[int], list[int]]:
+    """Return the cuts before and behind the chunks of a stage, numbered as in `state_bytes`."""
+    count = layout.pipeline * layout.chunks
+    chunks = range(stage, count, layout.pipeline)
+    return [chunk - 1 for chunk in chunks if chunk > 0], [chunk for chunk in chunks if chunk < count - 1]
+
+
+def _entered_bytes(model: ModelConfig, layout: Layout, stage: int, sequence: int, precision: Precision) -> float:
+    """Return the bytes of the outputs that enter a stage's chunks in a micro-batch, and are kept with the stream."""
+    before, _ = _cuts_of_stage(layout, stage)
+    stream = stream_bytes(model, layout, sequence, precision) / (layout.tensor if layout.sequence_parallel else 1)
+    return sum(state_bytes(model, layout, sequence, cut, precision) - stream for cut in before)
+
+
+def _messages_bytes(model: ModelConfig, layout: Layout, stage: int, sequence: int, precision: Precision) -> float:
+    """Return what a stage holds of messages, without the states that have entered its passes.
+
+    Under a backward pass, the next state and the next gradient arrive, and the result of the pass before is being sent.
+    The pass itself reads a gradient.
+    """
+    before, behind = (
+        max((state_bytes(model, layout, sequence, cut, precision) for cut in cuts), default=0.0)
+        for cuts in _cuts_of_stage(layout, stage)
+    )
+    return before + 2 * behind + max(before, behind)
+
+
 @lru_cache(maxsize=256)
 def _new_streams(model: ModelConfig) -> list[list[bool]]:
     """Return for each layer and sub-block whether it is the first to read its stream."""
@@ -313,9 +366,10 @@ def stage_memory(
     parameters = stage_parameters(model, layout, stage)
     orthogonal = _orthogonal_parameters(model, layout, stage)
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
-    activations = _passes_in_flight(layout, stage, micro_batches) * _layers_activation_bytes(
-        model, layout, stage, tokens, precision
-    )
+    activations = _layers_activation_bytes(model, layout, stage, tokens, precision)
+    activations += _entered_bytes(model, layout, stage, sequence, precision)
+    activations *= _passes_in_flight(layout, stage, micro_batches)
+    activations += _messages_bytes(model, layout, stage, sequence, precision)
     if layout.recompute:
         activations += tokens * size * max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
     temporary = tokens * size * max(layer.temporary for layer in _numbers_of_stage(model, layout, stage))

@@ -18,8 +18,7 @@ A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scat
 Left out are collectives of a few numbers (losses, norms, counts of tokens, routers).
 """
 
-from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 from ladder_lab.cost.memory import (
@@ -27,14 +26,14 @@ from ladder_lab.cost.memory import (
     NUMBER_BYTES,
     Layout,
     Precision,
-    pipeline_ranges,
     stage_chunks,
     stage_parameters,
+    state_bytes,
+    stream_bytes,
 )
 from ladder_lab.cost.placement import crosses, rank_groups
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import embedding_tensor, layer_tensors
-from megatron_ladder.blueprint.wiring import plan_reads
 
 
 class Sent(NamedTuple):
@@ -51,31 +50,6 @@ class GatheredBytes(NamedTuple):
     """Once a step, or in each micro-batch from ZeRO 2 on."""
     weights: int
     """Once a step, or in each micro-batch with ZeRO 3."""
-
-
-def stream_bytes(model: ModelConfig, layout: Layout, sequence: int, precision: Precision = "bf16") -> int:
-    """Return the bytes of the whole residual stream of a micro-batch."""
-    return sequence * layout.micro_batch * model.hidden_size * NUMBER_BYTES[precision]
-
-
-@lru_cache(maxsize=256)
-def _outputs_at_cuts(model: ModelConfig) -> list[int]:
-    """Return how many outputs cross a pipeline cut before each layer."""
-    wired = model.wired_layers
-    plan = plan_reads(wired)
-    return [len(plan.missing(read)) for read in accumulate(map(len, wired[:-1]), initial=0)]
-
-
-def state_bytes(model: ModelConfig, layout: Layout, sequence: int, cut: int, precision: Precision = "bf16") -> float:
-    """Return the bytes that cross a cut of the layers in a micro-batch, from one rank to one, in each direction.
-
-    Cut i is behind stage i; with several chunks, the next ones follow.
-    """
-    ranges = pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)
-    pending = _outputs_at_cuts(model)[ranges[cut + 1].start]
-    # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
-    share = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    return stream_bytes(model, layout, sequence, precision) * (share + pending)
 
 
 def gathered_bytes(layout: Layout, precision: Precision = "bf16") -> GatheredBytes:

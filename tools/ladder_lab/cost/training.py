@@ -44,15 +44,17 @@ from itertools import chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import FP32_BYTES, NUMBER_BYTES, Layout, stage_chunks, stage_parameters
-from ladder_lab.cost.placement import placement
-from ladder_lab.cost.traffic import (
-    ends_bytes,
-    gathered_bytes,
-    partial_gradient_bytes,
+from ladder_lab.cost.memory import (
+    FP32_BYTES,
+    NUMBER_BYTES,
+    Layout,
+    stage_chunks,
+    stage_parameters,
     state_bytes,
     stream_bytes,
 )
+from ladder_lab.cost.placement import placement
+from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, partial_gradient_bytes
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import (

@@ -7,8 +7,7 @@ import torch
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import PRESETS, LinkPreset, Machine
-from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
-from ladder_lab.cost.traffic import _outputs_at_cuts
+from ladder_lab.cost.memory import Layout, _outputs_at_cuts, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.training import LayerTime, model_flop_utilisation, step_time
 from ladder_lab.plan.layouts import PlanRequest, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS
