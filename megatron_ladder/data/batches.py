@@ -1,6 +1,7 @@
 """From samples to the micro-batches of one data-parallel rank in one optimizer step.
 
-One of the ranks that share a model replica reads, one step ahead in a thread, and broadcasts to the others.
+One of the ranks that share a model replica reads, one step ahead in a thread, and broadcasts to the others. They may
+receive the rows of a step (`receive_ahead`) while the device computes the step before it.
 
 Layouts: rows [n, s + 1] are samples of s = seq_length tokens and the next token, all samples of one data-parallel rank
 in one optimizer step; a micro-batch is [b, s] with b = micro_batch_size.
@@ -129,23 +130,33 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         self.reader_state = {} if self.reader is None else self.reader.state()
         self._thread = ThreadPoolExecutor(1, "reader")
         self._ahead: Future[tuple[SampleRows, dict[str, Any]]] | None = None
+        self._received: tuple[SampleRows | UserError, dict[str, Any]] | None = None
 
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
-        shape = self.shape
+        self.receive_ahead()
+        assert self._received is not None
+        (rows, state), self._received = self._received, None
+        if isinstance(rows, UserError):
+            raise rows
+        self.reader_state = state
+        self.consumed_samples += self.shape.global_batch_size
+        return make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
+
+    def receive_ahead(self) -> None:
+        """Receive the rows of the next step, if they are not here yet; all ranks of the group must call it."""
+        if self._received is not None:
+            return
         rows: Any = None
+        state = self.reader_state
         if self.reader is not None:
             try:
                 ahead = self._ahead or self._thread.submit(self._read_one)
-                rows, self.reader_state = ahead.result()
+                rows, state = ahead.result()
                 self._ahead = self._thread.submit(self._read_one)
             except UserError as error:
                 rows = error
-        rows = self.group.broadcast_object(rows)
-        if isinstance(rows, UserError):
-            raise rows
-        self.consumed_samples += shape.global_batch_size
-        return make_micro_batches(rows, self.rules, shape.micro_batch_size)
+        self._received = self.group.broadcast_object(rows), state
 
     def close(self) -> None:
         """Stop reading ahead, and wait until the reader is idle."""

@@ -150,11 +150,15 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
             with log.paused(), watch.patient():
                 yield
 
+        def receive_ahead() -> None:
+            if iteration < last:
+                batches.receive_ahead()
+
         profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, not_training)
         while iteration < last and reason is None:
             iteration += 1
             with profiled(iteration):
-                result = train_step(trainer, next(batches), iteration, stopper.votes)
+                result = train_step(trainer, next(batches), iteration, stopper.votes, receive_ahead)
             watch.step_done(iteration)
             opened.checkpoints.poll()
             report_finding(record, rank, iteration, result)

@@ -48,11 +48,13 @@ def train_step(
     micro_batches: Sequence[MicroBatch],
     iteration: int,
     extra_numbers: Callable[[], Sequence[float]] = tuple,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Run forward and backward of this rank's micro-batches, reduce and clip the gradient, and update the weights.
 
     `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
-    gradient norm's collective. The host waits for the device only to read its result.
+    gradient norm's collective. The host waits for the device only to read its result; `meanwhile` is called before,
+    when the device has the passes to compute.
     """
     engine, model, mesh, guard = trainer.engine, trainer.model, trainer.mesh, trainer.guard
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
@@ -68,6 +70,7 @@ def train_step(
     model.take_extra_losses()
     model.take_loads(trainer.device)
     loss_sum = engine.train(micro_batches, scales)
+    meanwhile()
 
     # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
     gradients = engine.optimizer.gradients()

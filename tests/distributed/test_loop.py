@@ -1,7 +1,7 @@
 """The training loop with real trainers: the order of saves, evaluations and stops, and what is logged."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train import loop
+from megatron_ladder.train import step as train_step_module
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs, SamplePrompt
 from megatron_ladder.train.loop import OpenRun
@@ -58,8 +60,8 @@ def train(
             signals.append(15)
         return real(micro_batches, trains, **options)
 
-    def step(trainer: Any, micro_batches: Any, iteration: int, votes: Any) -> Any:
-        result = real_step(trainer, micro_batches, iteration, votes)
+    def step(trainer: Any, micro_batches: Any, iteration: int, *more: Any) -> Any:
+        result = real_step(trainer, micro_batches, iteration, *more)
         return result._replace(loss=math.nan, finding=SKIPPED) if iteration == bad_step else result
 
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
@@ -136,3 +138,30 @@ def test_all_evaluations_are_recorded(gloo_pools: GlooPools, tmp_path: Path, lay
             assert event["ppl"] == pytest.approx(math.exp(event["loss"])) and event["ppl"] > 1
         else:
             assert len(event["text"].split()) == 3
+
+
+def launches_of_a_run(data: DataConfig, save: Path) -> list[str]:
+    """On each rank: train, and return what is exchanged, in order."""
+    launches: list[str] = []
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **named: Any) -> Any:
+            launches.append(name)
+            return call(*args, **named)
+
+        return record
+
+    with (
+        mock.patch.object(CommGroup, "broadcast_object", recorded("rows", CommGroup.broadcast_object)),
+        mock.patch.object(train_step_module, "gradient_norm", recorded("norm", train_step_module.gradient_norm)),
+    ):
+        train(["--eval-iters", "0", "--tensor-model-parallel-size", "2"], data, save)
+    return launches
+
+
+def test_the_rows_of_a_step_arrive_before_the_host_waits_for_the_step_before_it(
+    gloo_pools: GlooPools, tmp_path: Path
+) -> None:
+    for launches in gloo_pools(2).run(launches_of_a_run, split_data(tmp_path), tmp_path):
+        steps = launches.count("norm")
+        assert steps > 2 and launches == ["rows", *["rows", "norm"] * (steps - 1), "norm"]

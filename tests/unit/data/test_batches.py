@@ -82,3 +82,20 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
         next(loader)
     assert loader.reader_state == {"steps": 2}
     loader.close()
+
+
+def test_rows_received_ahead_do_not_advance_the_state() -> None:
+    reader, group = mock.Mock(), mock.Mock(broadcast_object=mock.Mock(side_effect=lambda rows: rows))
+    reader.read.side_effect = [SampleRows(np.full((4, 6), 1), None), UserError("the data ends here")]
+    reader.state = lambda: {"steps": reader.read.call_count}
+    loader = GlobalBatchLoader(reader, BatchShape(4, 2), DocumentRules(), group=group)
+    loader.receive_ahead()
+    loader.receive_ahead()
+    assert (group.broadcast_object.call_count, loader.reader_state, loader.consumed_samples) == (1, {"steps": 0}, 0)
+    assert [batch.tokens.unique().tolist() for batch in next(loader)] == [[1], [1]]
+    assert (group.broadcast_object.call_count, loader.reader_state, loader.consumed_samples) == (1, {"steps": 1}, 4)
+    # An error belongs to the step that would read the rows.
+    loader.receive_ahead()
+    with pytest.raises(UserError, match="the data ends here"):
+        next(loader)
+    loader.close()
