@@ -230,6 +230,24 @@ def test_captured_pipelines_are_bitwise_those_without_graphs(
     check_pipeline(gloo_pools, layout, layers, micro_batches, flags)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1x2x2", "2x2x1", "1x3x1", "1x4x1"])
+@pytest.mark.parametrize("micro_batches", [2, 3, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{CHUNKS} --residual-mode ladder --tie-embeddings --bf16",
+        f"{CHUNKS} --residual-mode ladder-parallel --zero-stage 0 --recompute-granularity full",
+        f"{EXPERTS} --residual-mode farskip --recompute-granularity full --recompute-num-layers 2",
+        "--residual-mode standard --zero-stage 0 --tie-embeddings",
+    ],
+)
+def test_captured_pipelines_of_all_layouts(gloo_pools: GlooPools, layout: str, micro_batches: int, flags: str) -> None:
+    tensor, stages, _ = layout.split("x")
+    words = f"{flags} --sequence-parallel" if tensor == "2" else flags
+    check_pipeline(gloo_pools, layout, 2 * int(stages), micro_batches, words)
+
+
 def gathers_of_steps(argv: list[str], batches: list[list[Batch]], from_python: bool) -> tuple[list[int], Any]:
     """On each rank: the gathers in each captured pass, and the outcome, of the Python API's steps or the program's."""
     trainer = build_trainer_here(argv)
