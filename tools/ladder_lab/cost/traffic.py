@@ -18,6 +18,7 @@ A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scat
 Left out are collectives of a few numbers (losses, norms, counts of tokens, routers).
 """
 
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -82,18 +83,27 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     return 2 * (borders + outputs + inputs)
 
 
+@lru_cache(maxsize=256)
+def _replicated_numbers(model: ModelConfig, ranks: int) -> list[int]:
+    """Return the numbers of each layer's matrices of latents or key and value heads that several ranks hold."""
+    return [
+        sum(
+            tensor.local_numel(ranks)
+            for sub_block in sub_blocks
+            for tensor in sub_block.tensors
+            if tensor.heads and tensor.replicas(ranks) > 1
+        )
+        for sub_blocks in layer_tensors(model)
+    ]
+
+
 def partial_gradient_bytes(model: ModelConfig, layout: Layout, stage: int) -> float:
     """Return the bytes of the gradients that `key_value_replicas` neighbouring ranks of a stage sum in a step.
 
     Parts of data-parallel ranks may contain more or fewer of them; this is the mean.
     """
-    numbers = sum(
-        tensor.local_numel(layout.tensor)
-        for layers in stage_chunks(model, layout, stage)
-        for sub_block in chain.from_iterable(layer_tensors(model)[layers.start : layers.stop])
-        for tensor in sub_block.tensors
-        if tensor.heads and tensor.replicas(layout.tensor) > 1
-    )
+    of_layers = _replicated_numbers(model, layout.tensor)
+    numbers = sum(of_layers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers)
     return FP32_BYTES * numbers / (layout.data if layout.zero else 1)
 
 

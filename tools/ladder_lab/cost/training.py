@@ -189,6 +189,11 @@ class LayerTime:
         return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_reading)
 
     @cached_property
+    def sample_flops(self) -> int:
+        """Model FLOPs of training on one sample."""
+        return ModelFlops(self.model, self.sequence).training
+
+    @cached_property
     def wire(self) -> WireModel:
         """A serial wire, like one NCCL communicator."""
         return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
@@ -334,5 +339,4 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
     """Return the model FLOPs of a step (see `ModelFlops`) relative to the peak of all GPUs in so many seconds."""
-    flops = ModelFlops(times.model, times.sequence).training * global_batch
-    return flops / (seconds * layout.gpus * times.machine.gpu.peak_flops)
+    return times.sample_flops * global_batch / (seconds * layout.gpus * times.machine.gpu.peak_flops)
