@@ -74,9 +74,9 @@ def test_any_part_is_read_without_the_rest(tmp_path: Path) -> None:
     """Boxes of tensor-parallel ranks begin anywhere, also inside a block and in a stack of experts."""
     _, weights = save_fp8(tmp_path / "hf", "deepseek_v3, incomplete blocks")
     directory = open_hf_directory(tmp_path / "hf")
-    columns = Box((0, 66), (256, 33)), "layers.1.attention.o_proj.weight"
+    columns = Box((0, 100), (256, 32)), "layers.1.attention.o_proj.weight"
     rows = Box((125, 0), (131, 512)), "layers.1.attention.kv_b_proj.weight"
-    inside = Box((300, 129), (7, 100)), "layers.0.attention.kv_a_proj.weight"
+    inside = Box((300, 100), (7, 140)), "layers.0.attention.kv_a_proj.weight"
     stack = Box((1, 95, 250), (2, 97, 6)), "layers.1.experts.up_proj.weight"
     for box, name in (columns, rows, inside, stack):
         out = torch.empty(box.extent, dtype=torch.float32)
