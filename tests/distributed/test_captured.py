@@ -255,7 +255,8 @@ def gathers_of_steps(argv: list[str], batches: list[list[Batch]], from_python: b
     trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
     with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
         if from_python:
-            rank_batches = (own_batches(trainer, batch) for batch in batches)
+            rank_batches = mock.MagicMock()
+            rank_batches.__next__.side_effect = [own_batches(trainer, batch) for batch in batches]
             opened: Any = mock.Mock(trainer=trainer, batches=rank_batches, iteration=0)
             run = TrainingRun(contextlib.nullcontext(opened))
             results = [run.step() for _ in batches]
