@@ -5,7 +5,6 @@ call, and null where a record lacks it; such nulls are removed, except under `co
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from megatron_ladder.data.reading.protocol import Record
+from megatron_ladder.typed import typed
 
 Message = dict[str, Any]
 """`role`, `content` (a text, null, or a list of parts `{"type": "text", "text": ...}`), and anything that the template
@@ -34,9 +34,6 @@ OPTIONAL_KEYS = ("system", "tools", *_REFUSED)
 that are refused."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Speakers in ShareGPT's format -> roles; other names are used as roles unchanged."""
-_KINDS = {"str": "a text", "array": "a list", "object": "an object", "int": "a number", "float": "a number"}
-_KINDS |= {"bool": "true or false"}
-"""Names of types in msgspec's errors -> names for users."""
 T = TypeVar("T")
 
 
@@ -148,33 +145,40 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _read_message(message: Message, place: str) -> Message:
-    typed = _convert(message, _Message, place)
-    if isinstance(typed.content, list):
-        parts = [_read_part(part, f"{place}.content[{number}]") for number, part in enumerate(typed.content)]
-        message = message | {"content": parts}
+    fields = _convert(message, _Message, place)
+    if isinstance(fields.content, list):
+        parts = [_read_part(part, f"{place}.content[{number}]") for number, part in enumerate(fields.content)]
+        text = "".join(part["text"] for part in parts)
+        # Templates that read lists expect a text in them.
+        message = message | {"content": parts if text.strip() else text}
     # A null content next to another text is an absent one in a table.
-    has_content = isinstance(typed.content, str | list) or (
-        typed.content is None and not any(isinstance(message.get(key), str) for key in ("text", "value"))
+    has_content = isinstance(fields.content, str | list) or (
+        fields.content is None and not any(isinstance(message.get(key), str) for key in ("text", "value"))
     )
-    if not has_content and not (message["role"] == "assistant" and typed.tool_calls):
+    if not has_content and not (message["role"] == "assistant" and fields.tool_calls):
         raise ConversationError(
             f"{place}: no text under 'content' (or 'value', next to 'from'), which only an answer with 'tool_calls' "
             f"may lack; keys found: {', '.join(map(repr, message))}"
         )
-    if typed.weight not in (UNSET, None, 0, 1):
-        raise ConversationError(f"{place}: weight {typed.weight!r}: expected 0 or 1")
+    if fields.weight not in (UNSET, None, 0, 1):
+        raise ConversationError(f"{place}: weight {fields.weight!r}: expected 0 or 1")
     _check_refused({key: message[key] for key in message if key not in _COUNTING_KEYS}, f"{place}: ")
-    counts = message["role"] == "assistant" and typed.weight != 0
+    counts = message["role"] == "assistant" and fields.weight != 0
     for key in _COUNTING_KEYS:
         if message.get(key) not in (None, counts):
             raise ConversationError(
                 f'{place}: {key!r} is not read: only answers count in the loss, without those with "weight": 0'
             )
-    for number, call in enumerate(typed.tool_calls or ()):
+    for number, call in enumerate(fields.tool_calls or ()):
         for name, function in (("", call), (".function", call.function or UNSET)):
             if isinstance(function, _Function):
                 _check_arguments(function.arguments, f"{place}.tool_calls[{number}]{name}.arguments")
-    return {key: item for key, item in message.items() if key != "weight" or item is not None}
+    if message.get("weight", UNSET) is None:
+        del message["weight"]
+    if fields.tool_calls == []:
+        # As templates that expect a call wherever there is the key need it.
+        del message["tool_calls"]
+    return message
 
 
 def _check_refused(values: Mapping[str, Any], place: str) -> None:
@@ -187,10 +191,10 @@ def _read_part(part: str | dict[str, Any], place: str) -> dict[str, Any]:
     """Return a part of a content in its long form; raises ConversationError for a part that is no text."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    typed = _convert(part, _Part, place)
-    if typed.type not in (UNSET, None, "text") or not isinstance(typed.text, str):
-        raise ConversationError(f"{place}: is {typed.type!r}, but only parts of type 'text', with a text, can be read")
-    return {"type": "text", "text": typed.text}
+    fields = _convert(part, _Part, place)
+    if fields.type not in (UNSET, None, "text") or not isinstance(fields.text, str):
+        raise ConversationError(f"{place}: is {fields.type!r}, but only parts of type 'text', with a text, can be read")
+    return {"type": "text", "text": fields.text}
 
 
 def _check_arguments(arguments: object, place: str) -> None:
@@ -214,11 +218,6 @@ def _parse(text: str, place: str) -> Any:
 def _convert(value: Any, kind: type[T], place: str) -> T:
     """Return a value as its type; raises ConversationError if it has another one."""
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        found = re.fullmatch(r"Expected `(.+?)`, got `(.+?)`(?: - at `\$(.*)`)?", str(error))
-        assert found is not None, error
-        expected, got = (
-            " or ".join(_KINDS.get(name, name) for name in text.split(" | ")) for text in found.groups()[:2]
-        )
-        raise ConversationError(f"{place}{found[3] or ''}: expected {expected}, found {got}") from None
+        return typed(value, kind)
+    except ValueError as error:
+        raise ConversationError(f"{place}: {error}") from None

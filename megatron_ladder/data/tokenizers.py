@@ -478,8 +478,12 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 def _read_model_file(model: Path, expected: str) -> bytes:
     content = read_if_exists(model)
-    tiktoken_file = model / _TIKTOKEN_FILE if model.is_dir() else model
-    if _TIKTOKEN_LINE.match(read_if_exists(tiktoken_file) or b""):
+    tiktoken_file = model
+    tiktoken_content = content
+    if content is None and model.is_dir():
+        tiktoken_file = model / _TIKTOKEN_FILE
+        tiktoken_content = read_if_exists(tiktoken_file)
+    if _TIKTOKEN_LINE.match(tiktoken_content or b""):
         folder = tiktoken_file.parent
         raise UserError(
             f"--tokenizer-model {tiktoken_file}: is a file of tiktoken, expected {expected}: convert it "

@@ -314,7 +314,8 @@ class LanguageModel(nn.Module):
         positions = moved(positions)
         lengths = moved(lengths)
         context = self.training_context(tokens, positions, lengths, document_bounds, self._table)
-        if positions is None:
+        # Autograd cannot save what was made in inference mode.
+        if positions is None and not torch.is_inference_mode_enabled():
             self._table = context.rotary
         return StageInputs((tokens, labels, loss_mask, positions, lengths, document_bounds), context)
 

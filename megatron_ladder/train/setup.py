@@ -104,8 +104,8 @@ def _warn_about_one_queue(run: RunConfig, rank_info: RankInfo, device: torch.dev
     flags = " and ".join(flag for flag, is_used in uses.items() if is_used)
     if flags:
         print_rank_0(
-            f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {' and '.join(flags)}, computation waits for communication that "
-            "it could hide: unset the variable ***",
+            f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {flags}, computation waits for communication that it "
+            "could hide: unset the variable ***",
             rank_info.rank,
         )
 

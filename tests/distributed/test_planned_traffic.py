@@ -27,6 +27,7 @@ KINDS = {
     "kv_replica": "tensor",
     "data": "data",
     "pipeline pair": "pipeline",
+    "pipeline, descending pair": "pipeline",
     "ends": "ends",
     "pipeline": "ends",
 }

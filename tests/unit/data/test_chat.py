@@ -24,6 +24,7 @@ from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.reading.protocol import Record
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.conversations import TEMPLATES
 from tests.helpers.tokenizer_copies import train_byte_level
 
 CHATML = (
@@ -249,6 +250,27 @@ def test_a_record_that_would_lose_a_part_of_an_answer_is_rejected(
         return
     with pytest.raises(ConversationError, match=rf"template\.jinja {reason}"):
         encoder.render(messages)
+
+
+@pytest.mark.parametrize("parts", [[], [""], [{"type": "text", "text": " "}]])
+@pytest.mark.parametrize("template", ["chatml", "parts"])
+def test_parts_without_a_text_are_written_as_their_text(
+    folder: Path, tmp_path: Path, template: str, parts: list[Any]
+) -> None:
+    encoder = encoder_of(folder, TEMPLATES[template], tmp_path)
+    (message,) = messages_of({"messages": [ANSWER | {"content": parts}]})
+    texts = [part if isinstance(part, str) else part["text"] for part in parts]
+    assert encoder.render([message]) == encoder.render([ANSWER | {"content": "".join(texts)}])
+
+
+@pytest.mark.parametrize("template", ["llama", "mistral"])
+def test_an_empty_list_of_tool_calls_is_none(folder: Path, tmp_path: Path, template: str) -> None:
+    """These templates expect a call wherever there is the key; records of other programs have it in every answer."""
+    encoder = encoder_of(folder, TEMPLATES[template], tmp_path)
+    question = {"role": "user", "content": "hi"}
+    records = [{"messages": [question, ANSWER | more]} for more in ({"tool_calls": []}, {})]
+    with_key, without_key = (encoder.render(messages_of(record)) for record in records)
+    assert with_key == without_key and "yes" in with_key.text
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])

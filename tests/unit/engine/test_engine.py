@@ -85,3 +85,15 @@ def test_ids_are_checked_where_they_are_read_and_angles_computed_once() -> None:
     found = [kernels_of_a_stage("ladder", rank, chunks, 5, {}) for rank, chunks in enumerate((first, middle, last))]
     assert [kernels["_assert_async"] for kernels in found] == [5, 0, 5]
     assert [kernels["cos"] for kernels in found] == [1, 1, 1]
+
+
+def test_a_step_after_an_evaluation_in_inference_mode() -> None:
+    """Autograd cannot save what was made in inference mode."""
+    model = LanguageModel(small_model(), ProcessMesh.single(), seed=1)
+    engine: Any = Engine(model, None, ProcessMesh.single(), torch.device("cpu"))  # type: ignore[arg-type]
+    ids = torch.randint(0, 101, (2, 13))
+    batches: list[Any] = [(ids[:, :-1], ids[:, 1:], None, None, None, None)]
+    with torch.inference_mode():
+        (evaluated,) = engine.run_passes(batches, trains=False)
+    (trained,) = engine.run_passes(batches, trains=True)
+    assert torch.equal(evaluated, trained)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ladder.config.run import RunConfig
@@ -54,7 +55,11 @@ def test_a_full_disk_ends_only_the_curves(
 
 
 @pytest.mark.parametrize(("hide_later", "kept"), [(True, [1, 3]), (False, [1, 2, 3])])
-def test_points_of_repeated_steps_are_hidden(tmp_path: Path, hide_later: bool, kept: list[int]) -> None:
+def test_points_of_repeated_steps_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hide_later: bool, kept: list[int]
+) -> None:
+    # Files of one second are read in the order of the texts of their numbers: 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     run = run_with("--tensorboard-dir", tmp_path)
     log(run, {1: 2.0, 2: 2.0})
     log(run, {3: 2.0}, 1, hide_later)
