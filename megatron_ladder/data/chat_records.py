@@ -173,12 +173,9 @@ def _read_message(message: Message, place: str) -> Message:
         for name, function in (("", call), (".function", call.function or UNSET)):
             if isinstance(function, _Function):
                 _check_arguments(function.arguments, f"{place}.tool_calls[{number}]{name}.arguments")
-    if message.get("weight", UNSET) is None:
-        del message["weight"]
-    if fields.tool_calls == []:
-        # As templates that expect a call wherever there is the key need it.
-        del message["tool_calls"]
-    return message
+    # Some templates expect a call wherever there is the key.
+    without_effect: list[tuple[str, Any]] = [("weight", None), ("tool_calls", [])]
+    return {key: item for key, item in message.items() if (key, item) not in without_effect}
 
 
 def _check_refused(values: Mapping[str, Any], place: str) -> None:
