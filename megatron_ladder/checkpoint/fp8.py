@@ -39,7 +39,7 @@ class StoredWeight:
 
     values: Tensor
     factors: Tensor | None = None
-    """Of the blocks of the whole matrix; None if the values are the weights."""
+    """The factors of all blocks of the whole matrix; None if the values are the weights."""
     first_row: int = 0
     """The first row of `values` in the whole matrix."""
 

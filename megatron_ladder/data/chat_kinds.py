@@ -305,16 +305,20 @@ def _is_of_answer(mark: _Mark, messages: Sequence[Message]) -> bool:
 
 
 def _has_answers(text: str, messages: Sequence[Message]) -> bool:
-    """Return whether the texts of all answers that count are in a text literally, one answer after another."""
+    """Return whether the texts of all answers that count are in a text literally, each after all earlier messages.
+
+    Another message may quote an answer. If a template writes messages in another order, the result is False.
+    """
     begin = 0
-    for message in filter(_counts, messages):
+    for message in messages:
         parts = list[str]()
         for key in _ANSWER_TEXTS:
             _map_texts(message.get(key), parts.append)
         places = [text.find(part.strip(), begin) for part in parts]
-        if -1 in places:
+        if -1 not in places:
+            begin = max((place + len(part.strip()) for place, part in zip(places, parts, strict=True)), default=begin)
+        elif _counts(message):
             return False
-        begin = max((place + len(part.strip()) for place, part in zip(places, parts, strict=True)), default=begin)
     return True
 
 

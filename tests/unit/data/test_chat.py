@@ -234,6 +234,12 @@ def each(expression: str) -> str:
     [
         (CUT, [THOUGHT, THOUGHT], "leaves out 'because' in 'content' of answer 1 of 2,.* or give the answers before"),
         (each("m.content[:99]"), [ANSWER | {"content": "go " * 33 + "end"}], "leaves out 'go go"),
+        # The question quotes the answer word for word.
+        (
+            each("m.content if m.role == 'user' else m.content.split('</think>')[-1]"),
+            [THOUGHT | {"role": "user"}, THOUGHT],
+            "leaves out 'because' in 'content' of answer 1 of 1",
+        ),
         (each("m.tool_calls"), [CALL], "writes tool calls as Python"),
         (each("'text: ' + m.content | string"), [MESSAGES[1] | {"content": None}], None),
         (CUT, [THOUGHT | {"weight": 0}, THOUGHT], None),

@@ -86,7 +86,7 @@ class InferenceRequest:
     reduce_factor: float = 1.0
     """An all-reduce takes so many times as long as the machine's; 0 leaves all of them out."""
     attention: Attention = "fused"
-    """Of models without latents; that of others is fused."""
+    """The attention of models without latents; with latents, it is always fused."""
 
     @property
     def is_expanded(self) -> bool:
