@@ -6,7 +6,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_ladder.blueprint.model_flags import ModelFlags, ModelTraits, parse_layers
-from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, WIRINGS, SubBlockKind, WiredSubBlock, Wiring
+from megatron_ladder.blueprint.wiring import (
+    DESYNC_INTERVALS,
+    WIRING_FIELDS,
+    WIRINGS,
+    SubBlockKind,
+    WiredSubBlock,
+    Wiring,
+)
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag, flag_name, to_plain, value_errors
 
@@ -49,6 +56,11 @@ class ModelConfig(ModelTraits):
     def shares_stream(self) -> bool:
         """Whether all tensor-parallel ranks read the same stream: not with desync, nor with own partials."""
         return self.wiring.stream == "shared" and not self.lanes
+
+    @property
+    def separating_field(self) -> str:
+        """The field that makes the tensor-parallel ranks read different streams, if they do."""
+        return "lanes" if self.lanes else "residual_mode"
 
     @property
     def is_latent(self) -> bool:
@@ -180,7 +192,7 @@ def resolve_model(
         )
     # Flags of other wirings.
     wiring = WIRINGS[flags.residual_mode]
-    for name in ("ladder_layers", "residual_staleness", "lanes", "desync_interval"):
+    for name in WIRING_FIELDS:
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
             taking = " or ".join(mode for mode, other in WIRINGS.items() if name in other.takes)
             errors.append(
@@ -298,8 +310,8 @@ def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
         return
     if not config.moe_ffn_hidden_size:
         yield Problem("--moe-ffn-hidden-size", " 0: expected the width of one expert")
-    if wiring.stream == "per rank" or config.lanes:
-        what = f"--lanes {config.lanes}" if config.lanes else f"--residual-mode {config.residual_mode}"
+    if not config.shares_stream:
+        what = f"{flag_name(config.separating_field)} {getattr(config, config.separating_field)}"
         yield Problem(
             "--num-experts", f" {experts} with {what}: the ranks read different streams and would route apart"
         )
@@ -395,6 +407,13 @@ def _division_errors(config: ModelConfig, divisor: str, parts: int, whole_expert
 def local_lanes(config: ModelConfig, tensor_parallel: int) -> int:
     """Return how many lanes a tensor-parallel rank computes: 1 without own partials."""
     return max(1, config.lanes // tensor_parallel)
+
+
+def cached_states(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
+    """Return how many states of attention a tensor-parallel rank caches, and the key and value heads of each."""
+    lanes = local_lanes(config, tensor_parallel)
+    heads = config.num_key_value_heads * key_value_replicas(config, tensor_parallel)
+    return config.attention_sub_blocks * lanes, heads // (tensor_parallel * lanes)
 
 
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:

@@ -323,6 +323,8 @@ if TYPE_CHECKING:
 else:
     # The command line reads the choices from the type.
     ResidualMode = Literal[RESIDUAL_MODES]
+WIRING_FIELDS = tuple(dict.fromkeys(name for wiring in WIRINGS.values() for name in wiring.takes))
+"""Fields of `ModelFlags` whose meaning depends on `--residual-mode`."""
 DESYNC_INTERVALS = (2, 4)
 """Values of `--desync-interval`."""
 LATE_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.late)

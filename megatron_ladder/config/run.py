@@ -277,7 +277,7 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         text = f" {length} is longer than --max-position-embeddings {model.max_position_embeddings}"
         yield Problem("--seq-length", text)
     if parallel.sequence_parallel and not model.shares_stream:
-        other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
+        other = f"{flag_name(model.separating_field)} {getattr(model, model.separating_field)}"
         text = f" shards one stream that all ranks read, but with {other} each rank reads another one: leave one out"
         yield Problem("--sequence-parallel", text)
     if parallel.sequence_parallel and length % parallel.tensor_model_parallel_size:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, local_lanes
+from megatron_ladder.blueprint.model import ModelConfig, cached_states
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
@@ -58,10 +58,8 @@ class _StaticCache:
     def __init__(
         self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Each lane of a rank is a layer of the cache, as `TransformerStack` numbers them.
-        lanes = local_lanes(config, ranks)
-        kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // (ranks * lanes)
-        shape = (config.attention_sub_blocks * lanes, slots, kv_heads, positions)
+        states, kv_heads = cached_states(config, ranks)
+        shape = (states, slots, kv_heads, positions)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
         self.parts = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in config.cached_widths]
         # The first row of each head of each sample among the columns of all heads, one after another.

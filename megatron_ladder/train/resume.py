@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.checkpoint.format import (
     TOKENIZERS,
     Checkpoint,
@@ -47,8 +48,6 @@ _IGNORED, _REPORTED, _DATA = (
     for rule in ("ignore", "report", "data")
 )
 """Names of flags by their `on_resume`."""
-_WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
-"""Fields of the model whose meaning depends on --residual-mode."""
 
 
 def look_for_checkpoint(flags: RunFlags) -> Checkpoint | None:
@@ -134,7 +133,7 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     stored, given = checkpoint.model(), flags.given
     values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
     if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
-        values = {name: value for name, value in values.items() if name not in _WIRING}
+        values = {name: value for name, value in values.items() if name not in WIRING_FIELDS}
     # The tokenizer may determine the size of the vocabulary.
     values.pop("vocab_size", None)
     # Values of the run may require those of the model.
@@ -212,7 +211,7 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     if model.residual_mode == run.model.residual_mode:
         pairs["tensor_model_parallel_size"] = streams
     else:
-        pairs = {name: values for name, values in pairs.items() if name not in _WIRING}
+        pairs = {name: values for name, values in pairs.items() if name not in WIRING_FIELDS}
     if model.num_layers != run.model.num_layers:
         # The default, all layers, depends on their number.
         pairs.pop("ladder_layers", None)
@@ -221,7 +220,7 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
         pairs |= {name: (getattr(run.training, name), recorded[name]) for name in _DEFINES_ORDER if name in recorded}
     fixes = dict.fromkeys(pairs, "leave the flag out, or train a new model without --load")
     rewire = "leave the flag out, or change the wiring with `tools/convert_checkpoint.py reshape`"
-    fixes |= dict.fromkeys(("residual_mode", *_WIRING), rewire)
+    fixes |= dict.fromkeys(("residual_mode", *WIRING_FIELDS), rewire)
     fixes["tensor_model_parallel_size"] = "use that many"
     fixes |= dict.fromkeys(_DEFINES_ORDER, "leave the flag out, or give --finetune to start at iteration 0")
     return [

@@ -72,7 +72,7 @@ class MessageWork:
     """The handle of a message from or to a peer, whose end is known after both ranks have launched it."""
 
     link: "EmulatedLink"
-    lane: tuple[int, bool]
+    route: tuple[int, bool]
     """The peer, and whether the message goes to the lower of both ranks."""
     parts: tuple[Work, ...]
     """The transfers of the tensor and of both times of launch."""
@@ -129,7 +129,7 @@ class EmulatedLink(CommGroup):
         # Each carries messages of one direction, and the times of launch in both.
         self._carriers = [CommGroup(self.ranks, self.rank, one) for one in (group.process_group, group.descending)]
         self._messages: defaultdict[tuple[int, bool], deque[MessageWork]] = defaultdict(deque)
-        self._lane_free_ns: defaultdict[tuple[int, bool], int] = defaultdict(int)
+        self._route_free_ns: defaultdict[tuple[int, bool], int] = defaultdict(int)
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
@@ -201,14 +201,14 @@ class EmulatedLink(CommGroup):
         began = time.monotonic_ns()
         while not work.end_ns:
             # The wire carries earlier messages of these ranks in this direction first.
-            message = self._messages[work.lane].popleft()
+            message = self._messages[work.route].popleft()
             for part in message.parts:
                 part.wait()
             begin = max(int(launched_ns) for launched_ns in message.launched_ns)
             if self._serial:
-                begin = max(begin, self._lane_free_ns[work.lane])
+                begin = max(begin, self._route_free_ns[work.route])
             message.end_ns = begin + message.wire_ns
-            self._lane_free_ns[work.lane] = message.end_ns
+            self._route_free_ns[work.route] = message.end_ns
         self._hold(work.end_ns, began)
 
     def _hold(self, end_ns: int, began_ns: int) -> None:
@@ -246,15 +246,15 @@ class EmulatedLink(CommGroup):
         self._unsummed.append(work)
         return work
 
-    def _launch_message(self, transfer: Work, lane: tuple[int, bool], num_bytes: int) -> MessageWork:
-        """Exchange the times of launch with the peer; on both ranks, messages of a lane start in the same order."""
+    def _launch_message(self, transfer: Work, route: tuple[int, bool], num_bytes: int) -> MessageWork:
+        """Exchange the times of launch with the peer; on both ranks, messages of a route start in the same order."""
         own_launch = torch.tensor([time.monotonic_ns()])
         peer_launch = torch.zeros(1, dtype=torch.int64)
-        peer, descends = lane
+        peer, descends = route
         carrier = self._carriers[descends]
         parts = transfer, carrier.start_send(own_launch, peer), carrier.start_receive(peer_launch, peer)
-        work = MessageWork(self, lane, parts, (own_launch, peer_launch), self._wire_ns(num_bytes))
-        self._messages[lane].append(work)
+        work = MessageWork(self, route, parts, (own_launch, peer_launch), self._wire_ns(num_bytes))
+        self._messages[route].append(work)
         return work
 
     def _wire_ns(self, num_bytes: int, share: float = 1.0) -> int:

@@ -13,7 +13,7 @@ from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
-from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES, WIRING_FIELDS
 from megatron_ladder.command_line import FlagWords, flag_words, parse_command_line, take_subcommand
 from megatron_ladder.errors import Problem, UserError, expected_one_of, raise_user_errors
 from megatron_ladder.flags import flag, flag_name, section_flags
@@ -21,8 +21,8 @@ from megatron_ladder.flags import flag, flag_name, section_flags
 _GPU_FLAGS = ("gpu_memory_gb", "memory_bandwidth_gbs", "peak_tflops")
 """The figures that describe a GPU without the help of its name."""
 _MODELS = f"Names: {', '.join(SIZES)}; numbers: {SHAPE}; of a directory, only config.json is read."
-_WIRING_FLAGS = ("residual_mode", "residual_staleness", "lanes", "desync_interval")
-_MODEL_FLAGS = frozenset(flag.field_name for flag in section_flags(ModelFlags)) - {*_WIRING_FLAGS, "ladder_layers"}
+_WIRING_FLAGS = ("residual_mode", *WIRING_FIELDS)
+_MODEL_FLAGS = frozenset(flag.field_name for flag in section_flags(ModelFlags)) - {*_WIRING_FLAGS}
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,9 @@ def _model_problems(flag_words: FlagWords, command: str) -> Iterator[Problem]:
     elif given and "vocab_size" not in words:
         yield Problem("--vocab-size", f" is required with {given[0]}")
     fix = "give --wirings" if command == "layouts" else "leave it out"
-    refused = (*_WIRING_FLAGS, "ladder_layers") if command == "layouts" else _WIRING_FLAGS
-    for name in refused:
-        if name in words:
+    allowed = () if command == "layouts" else ("ladder_layers",)
+    for name in _WIRING_FLAGS:
+        if name in words and name not in allowed:
             yield Problem(flag_name(name), f": wirings are compared: {fix}")
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model_flags import ModelFlags
+from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
 from megatron_ladder.errors import ErrorCollector, ExitCode
@@ -60,7 +61,7 @@ _EXPERT_FIELDS = ("num_experts", *(field.name for field in fields(ModelFlags) if
 _PLACEHOLDERS = ("--train-iters", "2", "--lr", "1", "--num-experts", "2")
 _STUDY_FIELDS = (
     *"save load save_interval train_iters seed lr min_lr lr_warmup_iters eval_interval log_interval".split(),
-    *"residual_mode ladder_layers residual_staleness lanes desync_interval tie_embeddings".split(),
+    *("residual_mode", *WIRING_FIELDS, "tie_embeddings"),
     *"seq_length micro_batch_size global_batch_size eval_iters exit_interval".split(),
     *_DENSE_FIELDS,
     *_EXPERT_FIELDS,
