@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,6 +53,21 @@ def kept_expert_rows(ranks: int) -> float:
     return min(1.0, 1.25 / ranks)
 
 
+class Role(Enum):
+    """What a tensor is to optimizers, the planner and conversion."""
+
+    MATRIX = "matrix"
+    """A matrix of a layer, or a stack of them: weight decay, and Muon where it is chosen."""
+    EMBEDDING = "embedding"
+    """One row per word: weight decay, never Muon."""
+    CONVOLUTION = "convolution"
+    """Filters over the sequence, one per channel: weight decay, never Muon."""
+    VECTOR = "vector"
+    """The weight of a norm, also with one row per rank, or a bias: no weight decay, never Muon."""
+    STATE = "state"
+    """No gradient trains it, so optimizers have no moments of it; conversion never rounds it."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One canonical tensor."""
@@ -60,6 +76,7 @@ class TensorSpec:
     """`layers.7.attention.q_proj.weight`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor, without padding."""
+    role: Role
     sharded_dim: int | None = None
     """The dimension that is cut over the tensor-parallel ranks; None if every rank holds the whole tensor."""
     block: int = 1
@@ -80,11 +97,6 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a matrix or a stack of them, also of one row; norms can have a row per rank."""
-        return len(self.shape) > 1 and self.mean == 0.0
 
     def replicas(self, ranks: int) -> int:
         """Return how many neighbouring ranks hold the same slice."""
@@ -199,19 +211,21 @@ def _column(
 ) -> Matrix:
     block = ROWS_PER_BLOCK if heads is None else rows // heads
     shape = (rows, columns or config.hidden_size)
-    weight = TensorSpec(f"{name}.weight", shape, 0, block=block, heads=heads, std=config.init_method_std)
-    return Matrix(weight, TensorSpec(f"{name}.bias", (rows,), 0, block=block, heads=heads) if bias else None)
+    weight = TensorSpec(f"{name}.weight", shape, Role.MATRIX, 0, block=block, heads=heads, std=config.init_method_std)
+    return Matrix(
+        weight, TensorSpec(f"{name}.bias", (rows,), Role.VECTOR, 0, block=block, heads=heads) if bias else None
+    )
 
 
 def _row(name: str, columns: int, config: ModelConfig, bias: bool, block: int = ROWS_PER_BLOCK) -> Matrix:
     # Projections that write to the residual stream start smaller.
     std = config.init_method_std / math.sqrt(2 * config.num_layers)
-    weight = TensorSpec(f"{name}.weight", (config.hidden_size, columns), 1, block=block, std=std)
+    weight = TensorSpec(f"{name}.weight", (config.hidden_size, columns), Role.MATRIX, 1, block=block, std=std)
     return Matrix(weight, _whole(f"{name}.bias", config.hidden_size) if bias else None)
 
 
 def _whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
-    return TensorSpec(name, (size,), block=size, mean=mean)
+    return TensorSpec(name, (size,), Role.VECTOR, block=size, mean=mean)
 
 
 def _attention(config: ModelConfig, name: str) -> Branch:
@@ -267,8 +281,9 @@ def _experts(config: ModelConfig, name: str) -> Branch:
         for weight, dim in ((expert.inputs[0].weight, 1), (expert.inputs[1].weight, 1), (expert.output.weight, 2))
     )
     router = name.removesuffix("experts") + "router"
-    choice = (_whole(f"{router}.expert_bias", count),) if config.moe_router_enable_expert_bias else ()
-    weight = TensorSpec(f"{router}.weight", (count, hidden), block=count, std=config.init_method_std)
+    bias = TensorSpec(f"{router}.expert_bias", (count,), Role.STATE, block=count)
+    choice = (bias,) if config.moe_router_enable_expert_bias else ()
+    weight = TensorSpec(f"{router}.weight", (count, hidden), Role.MATRIX, block=count, std=config.init_method_std)
     return Branch((gate, up), down, router=(weight, *choice), experts=count, experts_per_token=config.moe_router_topk)
 
 
@@ -292,7 +307,7 @@ def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
     if wired.reads_shared:
         return _whole(name, hidden, mean=1.0)
     assert config.desync_tp is not None
-    return TensorSpec(name, (config.desync_tp, hidden), 0, mean=1.0)
+    return TensorSpec(name, (config.desync_tp, hidden), Role.VECTOR, 0, mean=1.0)
 
 
 @lru_cache(maxsize=16)
@@ -318,6 +333,7 @@ def embedding_tensor(config: ModelConfig, name: str = "embedding") -> TensorSpec
     return TensorSpec(
         f"{name}.weight",
         (config.vocab_size, config.hidden_size),
+        Role.EMBEDDING,
         0,
         block=ROWS_PER_BLOCK,
         padded=True,

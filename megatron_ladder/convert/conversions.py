@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.blueprint.tensors import Role, model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
@@ -338,11 +338,11 @@ def _exported(
     source: TrainingCheckpoint, tensor: CopiedTensor, model_type: str, dtype: str | None
 ) -> Iterator[CopiedTensor]:
     """Yield the tensors of a Hugging Face directory that hold a weight: of a stack of experts, one for each."""
-    # The bias of the router's choice is never rounded.
-    new_dtype = tensor.dtype if dtype is None or tensor.name.endswith(".expert_bias") else dtype
+    spec = source.specs[tensor.name]
+    new_dtype = tensor.dtype if dtype is None or spec.role is Role.STATE else dtype
     cast = replace(tensor, dtype=new_dtype)
     mixtral = model_type == "mixtral"
-    if ".experts." not in tensor.name:
+    if spec.expert_dim is None:
         yield replace(cast, key=hf_directory.hf_name(tensor.name, mixtral=mixtral))
         return
     for expert in range(tensor.shape[0]):

@@ -3,7 +3,6 @@
 A converted checkpoint has whole tensors in files of bounded size, which every layout of ranks can read.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.blueprint.tensors import Role, TensorSpec, model_tensors
 from megatron_ladder.checkpoint import manifest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
@@ -25,8 +24,6 @@ from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
-_MATRIX = r"layers\..*(_proj|\.router)\.weight$"
-_NOT_TRAINED = r"layers\..*\.router\.expert_bias$"
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,14 @@ class TrainingCheckpoint:
 
     checkpoint: Checkpoint
     model: ModelConfig
+    specs: Mapping[str, TensorSpec]
+    """The tensors of the model by name, in the order in which it computes with them."""
     other_files: dict[str, bytes]
     """Files besides manifest and tensors: the tokenizer."""
 
     def tensors(self) -> Iterator[CopiedTensor]:
         """Yield all tensors, kind by kind, weights and moments in the model's order, as in another checkpoint."""
-        order = {tensor.name: index for index, tensor in enumerate(model_tensors(self.model))}
+        order = {name: index for index, name in enumerate(self.specs)}
         for kind in manifest.KINDS:
             for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
                 key = box_key(kind, name, Box.whole(stored.shape))
@@ -85,22 +84,21 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         raise UserError(f"--load {first}", *more) from None
     path = checkpoint.directory / MANIFEST_NAME
     model = checkpoint.model()
-    expected = {tensor.name: tensor.shape for tensor in model_tensors(model)}
+    specs = {tensor.name: tensor for tensor in model_tensors(model)}
     errors = []
     for kind in manifest.KINDS:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
             continue
-        # No optimizer has moments of a bias without a gradient, and Muon keeps one of the matrices of the layers.
-        may_lack = [] if kind == "weight" else [_NOT_TRAINED]
+        may_lack = set[Role]() if kind == "weight" else {Role.STATE}
         if kind == "exp_avg_sq" and checkpoint.optimizer == "muon":
-            may_lack.append(_MATRIX)
-        for name in {**expected, **stored}:
+            may_lack.add(Role.MATRIX)
+        for name in {**specs, **stored}:
             shape = stored[name].shape if name in stored else None
-            if shape is None and any(re.match(pattern, name) for pattern in may_lack):
-                continue
-            if shape != expected.get(name):
-                errors.append(f"{path}: {kind} of {name}: found {_text(shape)}, expected {_text(expected.get(name))}")
+            expected = specs[name].shape if name in specs else None
+            is_optional = shape is None and specs[name].role in may_lack
+            if shape != expected and not is_optional:
+                errors.append(f"{path}: {kind} of {name}: found {_text(shape)}, expected {_text(expected)}")
     raise_user_errors(limited(errors))
     of_tensors = set[str]()
     for kind in manifest.KINDS:
@@ -110,7 +108,7 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         for path in sorted(checkpoint.directory.iterdir())
         if path.name not in {MANIFEST_NAME, *of_tensors} and path.is_file()
     }
-    return TrainingCheckpoint(checkpoint, model, others)
+    return TrainingCheckpoint(checkpoint, model, specs, others)
 
 
 def _text(shape: tuple[int, ...] | None) -> str:

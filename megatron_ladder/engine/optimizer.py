@@ -6,35 +6,35 @@ from typing import Any
 
 import torch
 
+from megatron_ladder.blueprint.tensors import Role
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import find_in_apex
 from megatron_ladder.parallel.layout import parameter_sections
 
 
-def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return two groups: matrices, which decay, and norms and biases, which do not.
+def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return two groups: parameters that decay, and vectors, which do not.
 
-    With Muon, the matrices of the layers form another group, before that of embedding and output head. Stacks of
-    experts' matrices and the matrix of a router are matrices.
+    With Muon, the matrices of the layers form another group, before the others that decay.
     """
-    # A slice without sections is padding of the vocabulary, in a matrix.
-    are_matrices = {
-        parameter: all(section.tensor.is_matrix for section in sections)
+    # A slice without sections is padding of the vocabulary.
+    roles = {
+        parameter: sections[0].tensor.role if sections else Role.EMBEDDING
         for parameter, sections in parameter_sections(model)
     }
-    matrices = [parameter for parameter in model.parameters() if are_matrices[parameter]]
-    vectors = [parameter for parameter in model.parameters() if not are_matrices[parameter]]
+    decaying = [parameter for parameter in model.parameters() if roles[parameter] is not Role.VECTOR]
+    vectors = [parameter for parameter in model.parameters() if roles[parameter] is Role.VECTOR]
     decay = {"weight_decay": config.weight_decay}
     no_decay = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer != "muon":
-        return [{"params": matrices, **decay}, no_decay]
-    of_layers = set(model.stack.parameters())
+        return [{"params": decaying, **decay}, no_decay]
+    matrices = [parameter for parameter in decaying if roles[parameter] is Role.MATRIX]
+    others = [parameter for parameter in decaying if roles[parameter] is not Role.MATRIX]
     groups = [
-        {"params": [matrix for matrix in matrices if matrix in of_layers], ORTHOGONAL: True, **decay},
-        {"params": [matrix for matrix in matrices if matrix not in of_layers], ORTHOGONAL: False, **decay},
+        {"params": matrices, ORTHOGONAL: True, **decay},
+        {"params": others, ORTHOGONAL: False, **decay},
     ]
     return [*(group for group in groups if group["params"]), {ORTHOGONAL: False, **no_decay}]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.tensors import Role, TensorSpec
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Piece, Span
@@ -46,7 +46,7 @@ class TinyState:
             parts = {
                 kind: self.whole[name, kind].view(-1)[start : start + length].clone() for kind in ("weight", *MOMENTS)
             }
-            section = Section(TensorSpec(name, shape), 0, shape[0])
+            section = Section(TensorSpec(name, shape, Role.MATRIX), 0, shape[0])
             weight = parts["weight"].bfloat16()
             self._spans.append(Span([section], shape, start, weight, parts["weight"], 0, owned=True))
             self._moments |= {(id(parts["weight"]), which): parts[which] for which in MOMENTS}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.tensors import Role, TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -20,7 +20,7 @@ from tests.helpers.recording import Calls
 @pytest.mark.parametrize("tensors", [0, 1, 40])
 def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) -> None:
     values = [torch.randn(3, 5) for _ in range(tensors)]
-    sections = [Section(TensorSpec("matrix", (3, 5)), 0, 3)]
+    sections = [Section(TensorSpec("matrix", (3, 5), Role.MATRIX), 0, 3)]
     gradients = [(Span(sections, (3, 5), 0, value, value, 0, owned=True), value.clone()) for value in values]
     with Calls() as operations:
         norm, sums = gradient_norm(
@@ -49,8 +49,12 @@ class ScalingGroup(CommGroup):
 def test_partial_gradients_are_summed_over_the_ranks_that_hold_the_slice() -> None:
     """Four ranks, two key heads: a fused matrix of queries and keys, a norm of all ranks, and half of a latent."""
     mesh = replace(ProcessMesh.single(), tensor=ScalingGroup(4), kv_replica=ScalingGroup(2))
-    query, key = TensorSpec("q", (8, 5), 0, heads=4), TensorSpec("k", (4, 5), 0, heads=2)
-    latent, norm, bias = TensorSpec("latent", (3, 4), 0, heads=1), TensorSpec("norm", (6,)), TensorSpec("bias", (7,))
+    query, key = TensorSpec("q", (8, 5), Role.MATRIX, 0, heads=4), TensorSpec("k", (4, 5), Role.MATRIX, 0, heads=2)
+    latent, norm, bias = (
+        TensorSpec("latent", (3, 4), Role.MATRIX, 0, heads=1),
+        TensorSpec("norm", (6,), Role.VECTOR),
+        TensorSpec("bias", (7,), Role.VECTOR),
+    )
     parameters = [
         ([Section.of(query, mesh.tensor), Section.of(key, mesh.tensor, local_start=2)], (4, 5), 0, 20),
         ([Section.of(norm, mesh.tensor, is_partial=True)], (6,), 0, 6),

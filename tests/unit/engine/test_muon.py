@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.tensors import Role, TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
-from megatron_ladder.parallel.layout import Section
+from megatron_ladder.engine.optimizer import parameter_groups
+from megatron_ladder.parallel.layout import ParallelModule, Placement, Section
 
 FUSED = {"q": (8, 24), "k": (3, 24)}
 """Matrices whose rows are in one parameter."""
@@ -18,8 +20,14 @@ CUTS = (0, 37, 264, 301, 504)
 
 
 def spans_of(flat: torch.Tensor) -> list[Span]:
-    sections = [Section(TensorSpec("q", FUSED["q"]), 0, 8), Section(TensorSpec("k", FUSED["k"]), 0, 3, local_start=8)]
-    fused, down = (sections, (11, 24)), ([Section(TensorSpec("down", SHAPES["down"], 1), 0, 10)], SHAPES["down"])
+    sections = [
+        Section(TensorSpec("q", FUSED["q"], Role.MATRIX), 0, 8),
+        Section(TensorSpec("k", FUSED["k"], Role.MATRIX), 0, 3, local_start=8),
+    ]
+    fused, down = (
+        (sections, (11, 24)),
+        ([Section(TensorSpec("down", SHAPES["down"], Role.MATRIX, 1), 0, 10)], SHAPES["down"]),
+    )
     found = []
     for low, high in zip(CUTS, CUTS[1:], strict=False):
         held, shape = fused if high <= 264 else down
@@ -64,3 +72,11 @@ def test_updates_in_bf16_equal_torch_muon_bitwise(scale_mode: str, nesterov: boo
             optimizer.step()
     expected = torch.cat([matrix.detach().reshape(-1) for matrix in matrices.values()])
     assert torch.equal(flat.detach(), expected) and torch.equal(flat_bias, bias)
+
+
+def test_convolutions_decay_and_are_not_orthogonalised() -> None:
+    place = Placement(ProcessMesh.single(), torch.float32, torch.device("cpu"))
+    module = ParallelModule(place)
+    module.add_parameter("filters", [TensorSpec("filters", (8, 4), Role.CONVOLUTION, 0)], place)
+    decaying, others = parameter_groups(module, OptimizerConfig(lr=0.02, optimizer="muon", weight_decay=0.1))
+    assert decaying == {"params": [module.filters], "weight_decay": 0.1, ORTHOGONAL: False} and others["params"] == []

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.tensors import Role, TensorSpec
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 def problem(tokens: int, dtype: torch.dtype, soft_cap: float | None = None) -> Problem:
     torch.manual_seed(3)
     place = Placement(ProcessMesh.single(), dtype, torch.device("cpu"))
-    tensor = TensorSpec("head", (VOCAB, WIDTH), sharded_dim=0, padded=True)
+    tensor = TensorSpec("head", (VOCAB, WIDTH), Role.EMBEDDING, sharded_dim=0, padded=True)
     head = VocabParallelHead(tensor, place, soft_cap)
     torch.nn.init.normal_(head.weight[:VOCAB])
     head.weight.data[VOCAB:] = 0

@@ -27,7 +27,7 @@ from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
+from megatron_ladder.blueprint.tensors import Branch, Role, SubBlockTensors, head_tensor, layer_tensors, model_tensors
 
 BYTES = 2
 """Size of a bf16 number: activations, cache, embedding and head."""
@@ -129,8 +129,8 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
     """Return what a GPU holds at the last token, without activations, CUDA and NCCL."""
     weights = 0.0
     for tensor in model_tensors(request.model):
-        is_matrix = len(tensor.shape) >= 2 and tensor.name.startswith("layers.")
-        weights += tensor.local_numel(request.ranks) * (request.weight_bits / 8 if is_matrix else BYTES)
+        number_bytes = request.weight_bits / 8 if tensor.role is Role.MATRIX else BYTES
+        weights += tensor.local_numel(request.ranks) * number_bytes
     places = (request.prompt + request.new_tokens) * request.batch
     return InferenceMemory(weights, places * _cache_bytes(request) * request.model.attention_sub_blocks)
 

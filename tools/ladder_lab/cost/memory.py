@@ -47,6 +47,7 @@ from typing import Literal, NamedTuple
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import (
     Branch,
+    Role,
     embedding_tensor,
     final_norm_tensor,
     kept_expert_rows,
@@ -138,7 +139,7 @@ class _LayerNumbers(NamedTuple):
 
     parameters: int
     matrices: int
-    """Parameters in matrices, which Muon updates."""
+    """Parameters in matrices, also of routers, which Muon updates."""
     activations: float
     """Numbers per token that a rank keeps inside the sub-blocks."""
     temporary: float
@@ -150,11 +151,11 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> 
     numbers: list[_LayerNumbers] = []
     for layer in layer_tensors(model):
         branches = [branch for sub_block in layer for branch in sub_block.branches]
-        matrices = [matrix for branch in branches for matrix in branch.matrices]
+        specs = itertools.chain.from_iterable(sub_block.tensors for sub_block in layer)
         numbers.append(
             _LayerNumbers(
                 sum(sub_block.parameters(tensor) for sub_block in layer),
-                sum(matrix.weight.local_numel(tensor) for matrix in matrices),
+                sum(spec.local_numel(tensor) for spec in specs if spec.role is Role.MATRIX),
                 sum(_kept_inside(model, branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
             )

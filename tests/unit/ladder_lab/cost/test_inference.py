@@ -51,6 +51,9 @@ def test_memory_of_a_rank() -> None:
     assert memory.weights == 2 * (32 * matrices + 2 * 4096 * 129024 / 16 + whole)
     assert memory.cache == 2 * 2 * 128 * 32 * 3 * 1201
     assert inference_memory(replace(request, weight_bits=4)).weights < 0.4 * memory.weights
+    # Norms are not quantised, also where every rank has a row of them.
+    desync = replace(request, model=NAMED_WIRINGS["desync-4x"].of(LLAMA, 16))
+    assert inference_memory(replace(desync, weight_bits=4)).weights == memory.weights - 2 * 32 * matrices * 12 / 16
     widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "num_key_value_heads": 1}
     latent = replace(request, model=replace(LLAMA, **widths))
     assert inference_memory(latent).cache == 2 * (512 + 32) * 32 * 3 * 1201
