@@ -221,14 +221,18 @@ def stage_chunks(model: ModelConfig, layout: Layout, stage: int) -> list[range]:
     return pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)[stage :: layout.pipeline]
 
 
+def first_group(layout: Layout, micro_batches: int) -> int:
+    """Return how many micro-batches run through a chunk before the next one, at first; see `make_schedule`."""
+    if micro_batches < layout.pipeline:
+        return micro_batches
+    return layout.pipeline + micro_batches % layout.pipeline
+
+
 def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     """Return how many micro-batches a stage keeps for backward, as passes over all its chunks; see `make_schedule`."""
     ahead = layout.pipeline - stage - 1
     if layout.chunks > 1:
-        first = micro_batches
-        if micro_batches >= layout.pipeline:
-            first = layout.pipeline + micro_batches % layout.pipeline
-        ahead = 2 * ahead + (layout.chunks - 1) * first
+        ahead = 2 * ahead + (layout.chunks - 1) * first_group(layout, micro_batches)
     return min(ahead + 1, layout.chunks * micro_batches) / layout.chunks
 
 

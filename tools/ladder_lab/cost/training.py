@@ -19,7 +19,8 @@ a late sub-block overlaps with it, and in backward all reduces overlap with the 
 latents or key heads that several ranks hold, once per step.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
-chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often.
+chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often. Messages run under
+passes, as `engine/schedule.py` starts them. `_waiting_seconds` describes when a rank waits for them.
 
 `traffic.py` lists the bytes that ranks exchange, and `placement.py` the groups that cross from box to box. Of the
 data-parallel gathers and reduce-scatters,
@@ -48,6 +49,7 @@ from ladder_lab.cost.memory import (
     FP32_BYTES,
     NUMBER_BYTES,
     Layout,
+    first_group,
     stage_chunks,
     stage_parameters,
     state_bytes,
@@ -242,16 +244,15 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     micro_batches = global_batch // (layout.data * layout.micro_batch)
     stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
     compute, slowest = max(stages, key=lambda stage: stage[1])
-    exchanging = _exchange_seconds(times, layout, micro_batches)
-    # Too few micro-batches do not keep all stages busy until the next chunk begins.
-    missing = (layout.chunks - 1) * max(0, layout.pipeline - micro_batches)
+    filling = (sum(total for _, total in stages) - slowest) / layout.chunks
+    message = _message_seconds(times, layout)
     # The GPU that holds most.
     parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
     update = times.moving(UPDATE_BYTES * parameters / (layout.data if layout.zero else 1))
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * (slowest - compute) + _partial_gradients_seconds(times, layout),
-        bubble=(sum(total for _, total in stages) + (missing - 1) * slowest) / layout.chunks + exchanging,
+        bubble=filling + _waiting_seconds(layout, micro_batches, slowest, message) + _ends_seconds(times, layout),
         exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
 
@@ -267,19 +268,44 @@ def _partial_gradients_seconds(times: LayerTime, layout: Layout) -> float:
     return times.reduce_factor * times.machine.all_reduce_seconds(num_bytes, spreads)
 
 
-def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> float:
-    """Return the seconds of sends between stages, and of the sum of a tied embedding's gradient over the ends."""
+def _message_seconds(times: LayerTime, layout: Layout) -> float:
+    """Return the seconds of the longest message between two stages: those of an all-reduce of two ranks."""
     if layout.pipeline == 1:
         return 0.0
-    machine = times.machine
-    groups = placement(layout, machine.per_box)
     cuts = range(layout.pipeline * layout.chunks - 1)
     state = max(state_bytes(times.model, layout, times.sequence, stage) for stage in cuts)
-    slots = micro_batches + layout.pipeline - 1 + (layout.chunks - 1) * max(micro_batches, layout.pipeline)
-    # A send takes as long as the all-reduce of two ranks.
-    sending = 2 * slots * machine.all_reduce_seconds(state, groups.following)
+    return times.machine.all_reduce_seconds(state, placement(layout, times.machine.per_box).following)
+
+
+def _waiting_seconds(layout: Layout, micro_batches: int, slowest: float, message: float) -> float:
+    """Return the seconds in which the slowest rank waits, apart from those in which the pipeline fills and empties.
+
+    One message per cut and direction is exposed at first. Then a rank sends one message at a time, each under a pass,
+    and the longer of the two counts. Each of two ranks has an end of the model, which sends nothing. With one chunk, p
+    micro-batches are in flight, so each adds a p-th of the messages of a round trip. With several chunks, a rank
+    continues with the next one when the first micro-batch of a group has passed all ranks.
+    """
+    stages, chunks = layout.pipeline, layout.chunks
+    forward = slowest / chunks * (1 / 4 if layout.recompute else 1 / 3)
+    passes = [forward, slowest / chunks - forward]
+    exposed = sum(max(0.0, message - seconds) for seconds in passes)
+    if stages == 2:
+        exposed *= 1 - 1 / (2 * chunks)
+    round_trip = 2 * (stages - 1) * message
+    if chunks == 1:
+        return round_trip + (micro_batches - 1) * max(exposed, round_trip / stages)
+    group = first_group(layout, micro_batches)
+    turns = (stages * (seconds + message) - group * max(seconds, message) for seconds in passes)
+    late = sum(max(0.0, seconds) for seconds in turns)
+    return round_trip + micro_batches * chunks * exposed + (chunks - 1) * late
+
+
+def _ends_seconds(times: LayerTime, layout: Layout) -> float:
+    """Return the seconds of the sum of a tied embedding's gradient over the ends of a pipeline."""
     shared = ends_bytes(times.model, layout)
-    return sending + (machine.all_reduce_seconds(shared, groups.ends) if shared else 0.0)
+    if not shared:
+        return 0.0
+    return times.machine.all_reduce_seconds(shared, placement(layout, times.machine.per_box).ends)
 
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:

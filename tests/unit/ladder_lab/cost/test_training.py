@@ -19,6 +19,8 @@ from megatron_ladder.engine.build import _captures
 from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.parallel.products import reads_on_host
 from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.nccl_rules import Rules, programs_of
+from tests.helpers.pairwise import pairwise
 
 LLAMA = SIZES["llama-8b"]
 H100 = Machine.usual("h100")
@@ -91,33 +93,73 @@ def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> N
     assert total - compute == pytest.approx(2 * 64 / interval * standard.reduce_seconds)
 
 
+def with_messages(seconds: float) -> Machine:
+    """Return a machine in which the message of two ranks takes so long, whatever its size."""
+    return replace(NO_CONTENTION, link=LinkPreset("wire", range(2, 9), None, "", latency=1e6 * seconds))
+
+
 def test_a_pipeline_waits_for_its_other_stages() -> None:
-    times = times_of(tensor=1)
+    times = times_of(tensor=1, machine=with_messages(0.0))
     one, four = step_time(times, Layout(), 8), step_time(times, Layout(pipeline=4), 8)
     layer = times.passes(range(1))[1]
     slowest = 8 * layer + head_seconds(1)
     update = update_seconds(Layout(pipeline=4))
     assert four.compute == pytest.approx(8 * slowest + update, rel=1e-6)
-    sending = 2 * 11 * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
-    assert four.bubble == pytest.approx(24 * layer + embedding_seconds() + sending, rel=1e-6)
+    assert four.bubble == pytest.approx(24 * layer + embedding_seconds(), rel=1e-6)
     assert one.bubble == 0.0
-    # A late wiring hands on one more tensor.
-    late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
-    assert late.bubble - four.bubble == pytest.approx(2 * 11 * (254.57e-6 - 143.55e-6))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_a_pipeline_of_chunks_waits_as_long_as_its_schedule(chunks: int, micro_batches: int) -> None:
-    times, layout = times_of(tensor=1), Layout(pipeline=4, chunks=chunks)
+    times, layout = times_of(tensor=1, machine=with_messages(0.0)), Layout(pipeline=4, chunks=chunks)
     step = step_time(times, layout, micro_batches)
-    # Forward and backward of a chunk, also of one that has no head, and the sends after them.
+    # Forward and backward of a chunk, also of one that has no head.
     slots = make_schedule(4, chunks, micro_batches)[0]
     idle = sum(slot.work is None for slot in slots) / 2
     stage = times.passes(range(8))[1]
     waiting = (idle * stage + (idle - 3) * head_seconds(1) + embedding_seconds()) / chunks
-    sending = len(slots) * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
-    assert step.bubble == pytest.approx(waiting + sending, rel=1e-6)
+    assert step.bubble == pytest.approx(waiting, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "groups", "recomputes"),
+    pairwise(
+        {f"{stages} stages": stages for stages in (2, 4, 8)},
+        {f"{chunks} chunks": chunks for chunks in (1, 2, 4)},
+        {f"{groups} groups": groups for groups in (0.5, 1.0, 1.5, 3.0)},
+        {"recomputed": True, "kept": False},
+    ),
+)
+def test_messages_cost_as_much_as_in_a_played_schedule(
+    stages: int, chunks: int, groups: float, recomputes: bool
+) -> None:
+    """A group has as many micro-batches as there are stages. The planner plays nothing."""
+    micro_batches = int(groups * stages)
+    layout = Layout(pipeline=stages, chunks=chunks, recompute=recomputes)
+    slowest = times_of(tensor=1, recompute=recomputes).passes(range(32 // stages))[1] + head_seconds(1)
+    forward = slowest / chunks / (4 if recomputes else 3)
+    backward = slowest / chunks - forward
+    schedule = make_schedule(stages, chunks, micro_batches)
+    programs = programs_of(schedule, seconds=lambda work: forward if work.is_forward else backward)
+
+    def times_with(message: float) -> tuple[float, float]:
+        """Return the bubble that is predicted, and the time that is played."""
+        times = times_of(tensor=1, machine=with_messages(message), recompute=recomputes)
+        return step_time(times, layout, micro_batches).bubble, Rules(message).play(programs)
+
+    without = times_with(0.0)
+    for length, tolerance in ((0.1, 0.02), (0.6, 0.05), (1.5, 0.08), (3.0, 0.08)):
+        predicted, played = times_with(length * forward)
+        added = predicted - without[0], played - without[1]
+        assert added[0] == pytest.approx(added[1], abs=tolerance * played), length
+
+
+def test_late_wirings_send_longer_messages() -> None:
+    """They hand on one more tensor. Eight micro-batches of four stages are 6 + 7 * 6 / 4 messages."""
+    layout = Layout(pipeline=4)
+    late, standard = (step_time(times_of(wiring, tensor=1), layout, 8) for wiring in ("ladder", "standard"))
+    assert late.bubble - standard.bubble == pytest.approx(16.5 * (254.57e-6 - 143.55e-6))
 
 
 def test_tensor_parallel_groups_that_straddle_boxes_use_the_network() -> None:
