@@ -37,9 +37,15 @@ rows no host counts, 9 k f + k h.
 
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once. The outputs that cross
 a cut with the stream are kept with it. Under a pass, up to four more states and gradients arrive, are read or are sent.
+
+Captured passes (`engine/graph.py`) have separate memory for each micro-batch that a chunk ever has in flight, also for
+what a pass needs at once, such as the activations of a recomputed layer, and static states and gradients of each chunk.
+The chunks of a stage have most micro-batches in flight at different times, but keep the memory.
 """
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
@@ -77,7 +83,7 @@ class Layout:
 
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `muon`: the optimizer.
     `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each. `chunks`: ranges
-    of layers of a stage, which run alternately.
+    of layers of a stage, which run alternately. `captures`: whether passes run as CUDA graphs where ZeRO permits it.
     """
 
     tensor: int = 1
@@ -90,6 +96,7 @@ class Layout:
     muon: bool = False
     whole_experts: bool = False
     chunks: int = 1
+    captures: bool = True
 
     @classmethod
     def of(cls, run: RunConfig) -> "Layout":
@@ -116,7 +123,7 @@ class Layout:
     @property
     def is_captured(self) -> bool:
         """Whether training captures its passes, in which the host then launches no kernels."""
-        return layout_captures(str(self.zero), self.data)
+        return self.captures and layout_captures(str(self.zero), self.data)
 
 
 @dataclass(frozen=True)
@@ -228,12 +235,39 @@ def first_group(layout: Layout, micro_batches: int) -> int:
     return layout.pipeline + micro_batches % layout.pipeline
 
 
-def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Return how many micro-batches a stage keeps for backward, as passes over all its chunks; see `make_schedule`."""
+def _passes_ahead(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Return how many forward passes of single chunks a stage runs before forward and backward alternate."""
     ahead = layout.pipeline - stage - 1
     if layout.chunks > 1:
         ahead = 2 * ahead + (layout.chunks - 1) * first_group(layout, micro_batches)
+    return min(ahead, layout.chunks * micro_batches)
+
+
+def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Return how many micro-batches a stage keeps for backward, as passes over all its chunks."""
+    ahead = _passes_ahead(layout, stage, micro_batches)
     return min(ahead + 1, layout.chunks * micro_batches) / layout.chunks
+
+
+def _graph_slots(layout: Layout, stage: int, micro_batches: int) -> list[int]:
+    """Return how many micro-batches each chunk of a stage has in flight at most."""
+    # Further groups repeat the third one.
+    further = min(2, micro_batches // layout.pipeline - 1)
+    groups = (first_group(layout, micro_batches), *[layout.pipeline] * further)
+    return _most_in_flight(groups, layout.chunks, _passes_ahead(layout, stage, micro_batches))
+
+
+@lru_cache(maxsize=4096)
+def _most_in_flight(groups: Sequence[int], chunks: int, ahead: int) -> list[int]:
+    forward = [chunk for size in groups for chunk in range(chunks) for _ in range(size)]
+    backward = [chunk for size in groups for chunk in reversed(range(chunks)) for _ in range(size)]
+    in_flight = Counter(forward[:ahead])
+    most = in_flight.copy()
+    for begins, ends in zip(forward[ahead:], backward, strict=False):
+        in_flight[begins] += 1
+        most |= in_flight
+        in_flight[ends] -= 1
+    return [most[chunk] for chunk in range(chunks)]
 
 
 def stream_bytes(model: ModelConfig, layout: Layout, sequence: int, precision: Precision = "bf16") -> int:
@@ -338,13 +372,14 @@ def _messages_bytes(model: ModelConfig, layout: Layout, stage: int, sequence: in
     """Return what a stage holds of messages, without the states that have entered its passes.
 
     Under a backward pass, the next state and the next gradient arrive, and the result of the pass before is being sent.
-    The pass itself reads a gradient.
+    The pass itself reads a gradient. Graphs read and write static states and gradients of each chunk.
     """
     before, behind = (
-        max((state_bytes(model, layout, sequence, cut, precision) for cut in cuts), default=0.0)
-        for cuts in _cuts_of_stage(layout, stage)
+        [state_bytes(model, layout, sequence, cut, precision) for cut in cuts] for cuts in _cuts_of_stage(layout, stage)
     )
-    return before + 2 * behind + max(before, behind)
+    largest = [max(sizes, default=0.0) for sizes in (before, behind)]
+    messages = largest[0] + 2 * largest[1] + max(largest)
+    return messages + (sum(before) + 2 * sum(behind) if layout.is_captured else 0.0)
 
 
 @lru_cache(maxsize=256)
@@ -373,19 +408,25 @@ def stage_memory(
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
     activations = _layers_activation_bytes(model, layout, stage, tokens, precision)
     activations += _entered_bytes(model, layout, stage, sequence, precision)
-    activations *= _passes_in_flight(layout, stage, micro_batches)
-    activations += _messages_bytes(model, layout, stage, sequence, precision)
+    kept = _passes_in_flight(layout, stage, micro_batches)
+    # How often what a pass needs at once is allocated, by chunk.
+    pools = [1]
+    if layout.is_captured:
+        pools = _graph_slots(layout, stage, micro_batches)
+        kept = sum(pools) / layout.chunks
+    activations = kept * activations + _messages_bytes(model, layout, stage, sequence, precision)
+    numbers = _numbers_of_stage(model, layout, stage)
     if layout.recompute:
-        activations += tokens * size * max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
-    temporary = tokens * size * max(layer.temporary for layer in _numbers_of_stage(model, layout, stage))
+        activations += sum(pools) * tokens * size * max(layer.activations for layer in numbers)
+    temporary = tokens * size * max(layer.temporary for layer in numbers)
+    activations += sum(pools) * temporary
     if stage == layout.pipeline - 1:
         rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
         # Backward of the layers begins when the loss is done.
-        temporary = max(temporary, LOSS_BYTES * loss_chunk_tokens(tokens) * rows)
-        activations += _head_activation_bytes(model, layout, tokens, precision)
-    activations += temporary
+        loss = max(0.0, LOSS_BYTES * loss_chunk_tokens(tokens) * rows - temporary)
+        activations += pools[-1] * (loss + _head_activation_bytes(model, layout, tokens, precision))
     if layout.zero >= 3:
-        weights += 2 * size * max(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
+        weights += 2 * size * max(layer.parameters for layer in numbers)
     return Memory(weights, gradients, optimizer, activations)
 
 

@@ -171,7 +171,8 @@ def _planned_bytes(run: RunConfig, stage: int) -> float:
     if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
         return 0.0
     precision: Precision = "bf16" if training.bf16 else "fp32"
-    return stage_memory(run.model, Layout.of(run), stage, training.seq_length, run.accumulation_steps, precision).total
+    layout = replace(Layout.of(run), captures=False)
+    return stage_memory(run.model, layout, stage, training.seq_length, run.accumulation_steps, precision).total
 
 
 def _to_json(records: Mapping[int, RankRecord]) -> dict[str, Any]:

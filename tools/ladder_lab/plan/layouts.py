@@ -100,13 +100,18 @@ def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor
 def _pairs(request: PlanRequest, leanest: bool = False) -> Iterator[tuple[Layout, str, Memory]]:
     """Yield all layouts in all wirings that they can have, and the memory of the fullest GPU.
 
+    Layouts capture their passes unless the host waits in them or they fit only without graphs, as `--cuda-graph auto`.
     Without tensor parallelism, wirings have no communication to hide, so only the first of the request is planned.
     """
     for layout, wiring in product(_layouts(request, leanest), request.wirings):
         if _has(layout, wiring) and (layout.tensor > 1 or wiring == request.wirings[0]):
-            model = NAMED_WIRINGS[wiring].of(request.model, layout.tensor)
+            times = _layer_time(request, layout, wiring)
             micro_batches = request.global_batch // (layout.data * layout.micro_batch)
-            yield layout, wiring, worst_memory(model, layout, request.sequence, micro_batches)
+            memory = worst_memory(times.model, layout, request.sequence, micro_batches)
+            if layout.is_captured and (times.waits_for_choices or not _fits(request, memory)):
+                layout = replace(layout, captures=False)
+                memory = worst_memory(times.model, layout, request.sequence, micro_batches)
+            yield layout, wiring, memory
 
 
 def _fits(request: PlanRequest, memory: Memory) -> bool:
@@ -121,7 +126,8 @@ def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     for layout, wiring, memory in _pairs(request):
         if not _fits(request, memory):
             continue
-        key = replace(layout, pipeline=1, chunks=1, data=layout.pipeline * layout.data, zero=1), wiring
+        data = layout.pipeline * layout.data
+        key = replace(layout, pipeline=1, chunks=1, data=data, zero=1, captures=True), wiring
         if key not in layer_times:
             layer_times[key] = _layer_time(request, *key)
         times = layer_times[key]

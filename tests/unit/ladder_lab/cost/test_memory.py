@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 import pytest
@@ -11,9 +12,11 @@ from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.memory import (
     Layout,
     Precision,
+    _graph_slots,
     _head_activation_bytes,
     _layers_activation_bytes,
     _orthogonal_parameters,
+    _passes_in_flight,
     stage_chunks,
     stage_memory,
     stage_parameters,
@@ -25,6 +28,7 @@ from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import ExpertOptions, with_norm
 from megatron_ladder.model.stack import StackOptions
@@ -166,3 +170,34 @@ def test_stages_hold_the_whole_model() -> None:
     matrix = padded_vocab_size(model.vocab_size, 1) * model.hidden_size
     assert stage_parameters(tied, layout, 2) == stage_parameters(model, layout, 2)
     assert stage_parameters(tied, Layout(), 0) == stage_parameters(model, Layout(), 0) - matrix
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4, 6])
+def test_graphs_have_as_many_slots_as_micro_batches_are_in_flight(stages: int, chunks: int) -> None:
+    layout = Layout(pipeline=stages, chunks=chunks)
+    for micro_batches in range(1, 5 * stages):
+        for stage, slots in enumerate(make_schedule(stages, chunks, micro_batches)):
+            passes = [slot.work for slot in slots if slot.work is not None]
+            most = [
+                max(accumulate(1 if work.is_forward else -1 for work in passes if work.chunk == chunk))
+                for chunk in range(chunks)
+            ]
+            assert _graph_slots(layout, stage, micro_batches) == most
+            at_once = max(accumulate(1 if work.is_forward else -1 for work in passes))
+            assert _passes_in_flight(layout, stage, micro_batches) * chunks == at_once
+
+
+def test_graphs_need_what_a_pass_needs_for_each_micro_batch_in_flight() -> None:
+    """The second of four stages has three in flight. It recomputes one of its layers in the memory of each."""
+    model = SIZES["llama-8b"]
+    layout = Layout(pipeline=4, recompute=True, micro_batch=2)
+    captured, eager = (
+        stage_memory(model, replace(layout, captures=captures), 1, 4096, 8).activations for captures in (True, False)
+    )
+    projections, outputs, mlp = 4096 + 2 * 1024, 4096, 4 * 14336
+    rotated = 4096 + 1024
+    state = 4096
+    assert captured - eager == 2 * 8192 * (2 * (projections + rotated + outputs + mlp) + 3 * state)
+    last = replace(layout, pipeline=1)
+    assert stage_memory(model, last, 0, 4096, 8) == stage_memory(model, replace(last, captures=False), 0, 4096, 8)

@@ -62,6 +62,22 @@ def test_stages_are_interleaved_where_it_pays() -> None:
     assert [*grid(replace(asked, machine=small))][0] == 1
 
 
+def test_graphs_are_planned_where_they_fit_and_the_host_waits_for_no_experts() -> None:
+    """Without graphs a layout needs less memory, and runs as `--cuda-graph auto` runs it."""
+    asked = request_of("small-moe", gpus=4, batch=8, wirings=("standard",))
+    captured = {plan.layout: plan for plan in fitting_plans(asked) if plan.layout.pipeline == 4}
+    assert captured and all(layout.captures for layout in captured)
+    largest = max(captured.values(), key=lambda plan: plan.memory.total)
+    size = largest.memory.total + RESERVED_BYTES - 1
+    small = replace(H100, gpu=replace(H100.gpu, memory_bytes=size))
+    eager = replace(largest.layout, captures=False)
+    (plan,) = (plan for plan in fitting_plans(replace(asked, machine=small)) if plan.layout == eager)
+    assert plan.memory.total < largest.memory.total
+    assert plan.time.total > largest.time.total
+    others = fitting_plans(replace(asked, machine=Machine.usual("a100")))
+    assert {plan.layout.captures for plan in others if plan.layout.zero < 2} == {False}
+
+
 def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 1.0), ("b", 1.031)]) == "a"
     assert verdict([("a", 1.03), ("b", 1.0), ("c", 1.2)]) == "tie: a, b"
