@@ -16,14 +16,14 @@ width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence lengt
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import WiredSubBlock
+from megatron_ladder.blueprint.wiring import BRANCH_KINDS, BranchKind, WiredSubBlock
 
 ROWS_PER_BLOCK = 64
 """Rows (or columns) of a matrix without heads that are initialised from one generator."""
@@ -143,21 +143,21 @@ class Matrix:
 class Branch:
     """The attention, the MLP or the experts of one layer."""
 
-    inputs: tuple[Matrix, ...]
-    """Column-parallel. Attention: q, k, v; latent attention: q or its latent, and the latent of k and v; both: then the
-    output gate, if there is one. MLP: gate, up, in experts those of all of them."""
+    kind: BranchKind
+    inputs: Mapping[str, Matrix]
+    """Column-parallel, in this order. Attention: `q`, `k`, `v`; latent attention: `q` or its latent `q_a`, and `kv_a`,
+    the latent of keys and values; both: then `gate`, if there is an output gate. MLP: `gate`, `up`, in experts those of
+    all of them."""
     output: Matrix
     """Row-parallel: o; or down, of all experts."""
-    head_norms: tuple[TensorSpec, ...] = ()
-    """Norms of queries and keys."""
-    latent_norms: tuple[TensorSpec, ...] = ()
-    """Norms of the latents: that of queries, if they have one, and that of keys and values."""
-    expansions: tuple[Matrix, ...] = ()
-    """Column-parallel matrices of the normed latents."""
+    norms: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Norms of the heads of `q` and `k`, or of the latents: `kv_a` and, if queries have one, `q_a`."""
+    expansions: Mapping[str, Matrix] = field(default_factory=dict)
+    """Column-parallel matrices of the normed latents: `kv_b` and, if queries have a latent, `q_b`."""
     score_width: int = 0
-    """Hq (d + width of a value), the widths of the products of scores and of values together; 0 for an MLP."""
-    router: tuple[TensorSpec, ...] = ()
-    """The router's matrix [E, h] and, if it has one, the bias of its choice [E], which no gradient trains."""
+    """Hq (d + width of a value), the widths of attention's products of scores and of values together."""
+    router: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """The router's `weight` [E, h] and, if it has one, the `expert_bias` of its choice [E]."""
     experts: int = 1
     """How many of each matrix there are."""
     experts_per_token: int = 1
@@ -165,15 +165,14 @@ class Branch:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which the model computes with them."""
-        inputs = (tensor for matrix in self.inputs for tensor in matrix.tensors)
-        expansions = (tensor for matrix in self.expansions for tensor in matrix.tensors)
-        norms = (*self.head_norms, *self.latent_norms)
-        return (*self.router, *inputs, *norms, *expansions, *self.output.tensors)
+        inputs = (tensor for matrix in self.inputs.values() for tensor in matrix.tensors)
+        expansions = (tensor for matrix in self.expansions.values() for tensor in matrix.tensors)
+        return (*self.router.values(), *inputs, *self.norms.values(), *expansions, *self.output.tensors)
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """All matrices but the router's."""
-        return (*self.inputs, *self.expansions, self.output)
+    def matrices(self) -> tuple[TensorSpec, ...]:
+        """All matrices, also the router's."""
+        return tuple(tensor for tensor in self.tensors if tensor.role is Role.MATRIX)
 
     def share_in_use(self, tokens: float) -> float:
         """Return the expected share of the experts that so many tokens choose, if each is equally likely."""
@@ -181,8 +180,9 @@ class Branch:
 
     def weights_per_token(self, ranks: int = 1) -> int:
         """Return the numbers that one token multiplies with, on each of so many tensor-parallel ranks."""
-        of_experts = sum(matrix.weight.local_numel(ranks) for matrix in self.matrices)
-        return of_experts // self.experts * self.experts_per_token + sum(tensor.numel for tensor in self.router[:1])
+        of_experts = sum(matrix.local_numel(ranks) for matrix in self.matrices if matrix.expert_dim is not None)
+        others = sum(matrix.local_numel(ranks) for matrix in self.matrices if matrix.expert_dim is None)
+        return of_experts // self.experts * self.experts_per_token + others
 
 
 @dataclass(frozen=True)
@@ -230,74 +230,89 @@ def _whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
 
 def _attention(config: ModelConfig, name: str) -> Branch:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    q, k, v = (
-        _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
+    inputs = {
+        which: _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
         for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    )
-    norms = tuple(_whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in "qk")
-    return _attention_branch(config, name, (q, k, v), head_norms=norms if config.qk_layernorm else ())
+    }
+    normed = ("q", "k") if config.qk_layernorm else ()
+    norms = {which: _whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in normed}
+    return _attention_branch(config, name, inputs, norms=norms)
 
 
-def _attention_branch(config: ModelConfig, name: str, inputs: Sequence[Matrix], **others: Any) -> Branch:
+def _attention_branch(config: ModelConfig, name: str, inputs: dict[str, Matrix], **others: Any) -> Branch:
     """Add what both kinds of attention have to the input matrices and the `others`, which are fields of `Branch`."""
     heads = config.num_attention_heads
     width = heads * config.value_dim
-    gate = [_column(f"{name}.gate_proj", width, config, False, heads)] if config.attention_output_gate else []
+    if config.attention_output_gate:
+        inputs["gate"] = _column(f"{name}.gate_proj", width, config, False, heads)
     output = _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.value_dim)
-    return Branch((*inputs, *gate), output, score_width=heads * (config.head_dim + config.value_dim), **others)
+    score_width = heads * (config.head_dim + config.value_dim)
+    return Branch(BranchKind.ATTENTION, inputs, output, score_width=score_width, **others)
 
 
 def _latent_attention(config: ModelConfig, name: str) -> Branch:
     """DeepSeek-V2 (arXiv 2405.04434), section 2.1; published models have no biases where these have none."""
     heads = config.num_attention_heads
-    inputs: list[Matrix] = []
-    norms: list[TensorSpec] = []
-    expansions: list[Matrix] = []
+    inputs: dict[str, Matrix] = {}
+    norms: dict[str, TensorSpec] = {}
+    expansions: dict[str, Matrix] = {}
 
     def add_latent(which: str, rank: int, rotated: int, head_width: int) -> None:
         # A latent is one head, which all ranks hold.
-        inputs.append(_column(f"{name}.{which}_a_proj", rank + rotated, config, config.add_qkv_bias, 1))
-        norms.append(_whole(f"{name}.{which}_a_norm.weight", rank, mean=1.0))
-        expansions.append(_column(f"{name}.{which}_b_proj", heads * head_width, config, False, heads, columns=rank))
+        latent, expansion = f"{which}_a", f"{which}_b"
+        inputs[latent] = _column(f"{name}.{latent}_proj", rank + rotated, config, config.add_qkv_bias, 1)
+        norms[latent] = _whole(f"{name}.{latent}_norm.weight", rank, mean=1.0)
+        expansions[expansion] = _column(f"{name}.{expansion}_proj", heads * head_width, config, False, heads, rank)
 
     if config.q_lora_rank:
         add_latent("q", config.q_lora_rank, 0, config.head_dim)
     else:
-        inputs.append(_column(f"{name}.q_proj", heads * config.head_dim, config, False, heads))
+        inputs["q"] = _column(f"{name}.q_proj", heads * config.head_dim, config, False, heads)
     add_latent("kv", config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim)
-    return _attention_branch(config, name, inputs, latent_norms=tuple(norms), expansions=tuple(expansions))
+    return _attention_branch(config, name, inputs, norms=norms, expansions=expansions)
 
 
 def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
-    gate, up = (_column(f"{name}.{which}_proj", width, config, config.add_mlp_bias) for which in ("gate", "up"))
-    return Branch((gate, up), _row(f"{name}.down_proj", width, config, config.add_mlp_bias))
+    bias = config.add_mlp_bias
+    inputs = {which: _column(f"{name}.{which}_proj", width, config, bias) for which in ("gate", "up")}
+    return Branch(BranchKind.MLP, inputs, _row(f"{name}.down_proj", width, config, bias))
 
 
 def _experts(config: ModelConfig, name: str) -> Branch:
     count, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
     expert = _mlp(replace(config, add_mlp_bias=False), name, width)
-    gate, up, down = (
-        Matrix(replace(weight, shape=(count, *weight.shape), sharded_dim=dim, expert_dim=dim), None)
-        for weight, dim in ((expert.inputs[0].weight, 1), (expert.inputs[1].weight, 1), (expert.output.weight, 2))
+
+    def stacked(matrix: Matrix, dim: int) -> Matrix:
+        weight = matrix.weight
+        return Matrix(replace(weight, shape=(count, *weight.shape), sharded_dim=dim, expert_dim=dim), None)
+
+    prefix = name.removesuffix("experts") + "router"
+    std = config.init_method_std
+    router = {"weight": TensorSpec(f"{prefix}.weight", (count, hidden), Role.MATRIX, block=count, std=std)}
+    if config.moe_router_enable_expert_bias:
+        router["expert_bias"] = TensorSpec(f"{prefix}.expert_bias", (count,), Role.STATE, block=count)
+    return Branch(
+        BranchKind.EXPERTS,
+        {which: stacked(matrix, 1) for which, matrix in expert.inputs.items()},
+        stacked(expert.output, 2),
+        router=router,
+        experts=count,
+        experts_per_token=config.moe_router_topk,
     )
-    router = name.removesuffix("experts") + "router"
-    bias = TensorSpec(f"{router}.expert_bias", (count,), Role.STATE, block=count)
-    choice = (bias,) if config.moe_router_enable_expert_bias else ()
-    weight = TensorSpec(f"{router}.weight", (count, hidden), Role.MATRIX, block=count, std=config.init_method_std)
-    return Branch((gate, up), down, router=(weight, *choice), experts=count, experts_per_token=config.moe_router_topk)
 
 
 def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
     name = f"layers.{layer}.{which}"
-    if which == "experts":
-        return _experts(config, name)
-    if which == "shared_expert":
-        return _mlp(config, name, config.moe_shared_expert_intermediate_size)
-    if which in ("mlp", "mlp_2"):
-        return _mlp(config, name, config.ffn_hidden_size)
-    if which in ("attention", "attention_2"):
-        return _latent_attention(config, name) if config.is_latent else _attention(config, name)
-    raise KeyError(which)
+    match BRANCH_KINDS[which]:
+        case BranchKind.EXPERTS:
+            return _experts(config, name)
+        case BranchKind.MLP:
+            is_shared = which == "shared_expert"
+            return _mlp(
+                config, name, config.moe_shared_expert_intermediate_size if is_shared else config.ffn_hidden_size
+            )
+        case BranchKind.ATTENTION:
+            return _latent_attention(config, name) if config.is_latent else _attention(config, name)
 
 
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
@@ -391,9 +406,7 @@ def active_parameters(model: ModelConfig) -> int:
     unused = 0
     for layer in layer_tensors(model):
         for branch in itertools.chain.from_iterable(sub_block.branches for sub_block in layer):
-            unused_experts = branch.experts - branch.experts_per_token
-            for matrix in branch.matrices:
-                unused += matrix.weight.numel // branch.experts * unused_experts
+            unused += sum(matrix.numel for matrix in branch.matrices) - branch.weights_per_token()
     return parameter_count(model).total - unused
 
 

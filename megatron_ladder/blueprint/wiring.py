@@ -25,6 +25,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
+class BranchKind(Enum):
+    """What a branch computes."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERTS = "experts"
+    """A router and the experts that it chooses from."""
+
+
+BRANCH_KINDS = {
+    "attention": BranchKind.ATTENTION,
+    "attention_2": BranchKind.ATTENTION,
+    "mlp": BranchKind.MLP,
+    "mlp_2": BranchKind.MLP,
+    "shared_expert": BranchKind.MLP,
+    "experts": BranchKind.EXPERTS,
+}
+"""The kind of every branch, by its name in checkpoints."""
+
+
 class SubBlockKind(Enum):
     """The computation between two all-reduces."""
 
@@ -54,7 +74,7 @@ class SubBlockKind(Enum):
     @property
     def attends(self) -> bool:
         """Whether it contains attention."""
-        return self.value.startswith("attention")
+        return any(BRANCH_KINDS[name] is BranchKind.ATTENTION for name in self.branches)
 
     @property
     def norm(self) -> str:

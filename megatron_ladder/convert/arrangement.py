@@ -56,7 +56,7 @@ class _Units:
     def __init__(self, branch: Branch, norm: Tensor, epsilon: float, weights: Mapping[str, Tensor], lanes: int) -> None:
         """`norm` is the weight of the norm [h], and `epsilon` what it adds to mean squares; `weights` are by name."""
         self.branch = branch
-        self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs)
+        self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs.values())
         self.lanes: NDArray[np.int64] = np.arange(self.count) * lanes // self.count
         """The lane of each unit."""
         self.moments = torch.zeros(())
@@ -73,7 +73,7 @@ class _Units:
 
     def inputs(self, members: NDArray[np.bool_] | slice = slice(None)) -> Tensor:
         """Return W diag(g) of some units, [units, rows of a unit, h]."""
-        matrices = (self._weights[matrix.weight.name] for matrix in self.branch.inputs)
+        matrices = (self._weights[matrix.weight.name] for matrix in self.branch.inputs.values())
         rows = [matrix.unflatten(0, (self.count, -1))[members].float() for matrix in matrices]
         return torch.cat(rows, dim=1) * self.norm.float()
 
@@ -127,7 +127,7 @@ class _Units:
         def of(size: int) -> NDArray[np.int64]:
             return np.arange(size).reshape(self.count, -1)[units].reshape(-1)
 
-        for matrix in self.branch.inputs:
+        for matrix in self.branch.inputs.values():
             for tensor in matrix.tensors:
                 yield tensor.name, Permutation(0, of(tensor.shape[0]))
         output = self.branch.output.weight

@@ -23,7 +23,7 @@ _LATENT_EPSILON = 1e-6
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
-    matrices = [matrix for branch in tensors.branches for matrix in branch.inputs]
+    matrices = [matrix for branch in tensors.branches for matrix in branch.inputs.values()]
     is_shared = build.config.wiring.stream == "shared"
     return ColumnParallelLinear(matrices, build, sum_input_gradient=is_shared and build.mesh.stream.shards == 1)
 
@@ -39,15 +39,16 @@ class _AttentionHeads(nn.Module):
         super().__init__()
         config = build.config
         self.operations = build.operations
-        self.gate_width = widths[-1] if config.attention_output_gate else 0
-        self.widths = tuple(widths[:-1] if config.attention_output_gate else widths)
+        named_widths = dict(zip(branch.inputs, widths, strict=True))
+        self.gate_width = named_widths.pop("gate", 0)
+        self.widths = tuple(named_widths.values())
         self.epsilon = config.norm_epsilon
         self.number = number
         self.head_dim = config.head_dim
         self.scale = config.softmax_scale
         self.q_norm, self.k_norm = None, None
-        if branch.head_norms:
-            self.q_norm, self.k_norm = (RMSNorm(build, tensor, own_input=True) for tensor in branch.head_norms)
+        if "q" in branch.norms:
+            self.q_norm, self.k_norm = (RMSNorm(build, branch.norms[name], own_input=True) for name in ("q", "k"))
 
     def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
         gate = None
@@ -88,11 +89,17 @@ class LatentHeads(_AttentionHeads):
         config = build.config
         self.nope, self.value_dim = config.qk_nope_head_dim, config.value_dim
         self.latent_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
-        norms = [RMSNorm(build, tensor, own_input=True, epsilon=_LATENT_EPSILON) for tensor in branch.latent_norms]
-        products = [ColumnParallelLinear([matrix], build, sum_input_gradient=False) for matrix in branch.expansions]
-        self.q_a_norm = norms[0] if config.q_lora_rank else None
-        self.q_b_proj = products[0] if config.q_lora_rank else None
-        self.kv_a_norm, self.kv_b_proj = norms[-1], products[-1]
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(build, branch.norms[name], own_input=True, epsilon=_LATENT_EPSILON)
+
+        def expansion(name: str) -> ColumnParallelLinear:
+            return ColumnParallelLinear([branch.expansions[name]], build, sum_input_gradient=False)
+
+        self.q_a_norm = norm("q_a") if config.q_lora_rank else None
+        self.q_b_proj = expansion("q_b") if config.q_lora_rank else None
+        self.kv_a_norm = norm("kv_a")
+        self.kv_b_proj = expansion("kv_b")
 
     def attend(self, projected: Tensor, context: SequenceContext) -> Tensor:
         """See `_AttentionHeads.attend`."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, kept_expert_rows
+from megatron_ladder.blueprint.wiring import BranchKind
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
@@ -34,6 +35,9 @@ from megatron_ladder.parallel.products import (
     reads_on_host,
     run_experts,
 )
+
+_PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.ATTENTION: Attention, BranchKind.MLP: MLP}
+"""Bodies of what a sub-block computes besides routed experts."""
 
 
 class Router(ParallelModule):
@@ -50,12 +54,12 @@ class Router(ParallelModule):
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build)
-        weight, *bias = branch.router
+        weight = branch.router["weight"]
         # Each rank has the gradient of its part of the experts' outputs.
         self.add_parameter("weight", [weight], build, is_partial=True)
         self.register_buffer("loads", torch.zeros(weight.shape[0], dtype=torch.int64, device=build.device), False)
-        if bias:
-            self.add_state("expert_bias", bias[0], build)
+        if "expert_bias" in branch.router:
+            self.add_state("expert_bias", branch.router["expert_bias"], build)
         else:
             self.expert_bias = None
 
@@ -75,7 +79,7 @@ class _ExpertMatrices(ParallelModule):
         super().__init__(build)
         self.swiglu = build.operations.swiglu
         whole = build.experts.sharding == "experts"
-        for name, matrix in zip(("gate", "up", "down"), (*branch.inputs, branch.output), strict=True):
+        for name, matrix in (*branch.inputs.items(), ("down", branch.output)):
             weight = replace(matrix.weight, sharded_dim=0) if whole else matrix.weight
             self.add_parameter(name, [weight], build)
         self.first = self.sections["gate"][0].start if whole else 0
@@ -165,10 +169,11 @@ class Experts(Body):
         self.parallel_bodies = nn.ModuleList()
         for branch in tensors.branches:
             branch_tensors = replace(tensors, branches=(branch,))
-            if branch.router:
+            if branch.kind is BranchKind.EXPERTS:
                 self.routed = _RoutedExperts(build, branch_tensors)
             else:
-                self.parallel_bodies.append((Attention if branch.score_width else MLP)(build, number, branch_tensors))
+                body = _PARALLEL_BODIES[branch.kind](build, number, branch_tensors)
+                self.parallel_bodies.append(body)
 
     def forward(
         self,

@@ -257,8 +257,8 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         """Return the output of a sub-block for its normed stream [b, s, h]."""
         outputs = []
         for branch in branches:
-            if branch.startswith("attention"):
-                attention = self.self_attn_2 if branch.endswith("_2") else self.self_attn
+            if branch in ("attention", "attention_2"):
+                attention = self.self_attn_2 if branch == "attention_2" else self.self_attn
                 outputs.append(attention(hidden_states=x, **kwargs)[0])
             elif branch == "experts":
                 tokens = x.flatten(0, 1)

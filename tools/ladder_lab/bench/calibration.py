@@ -193,7 +193,7 @@ def time_backward(
     columns = Counter[SubBlockKind]()
     for kind, sub_block in sub_blocks.items():
         for branch in sub_block.branches:
-            for matrix in branch.inputs:
+            for matrix in branch.inputs.values():
                 numbers = matrix.weight.local_numel(model.group.size) // width
                 columns[kind] += numbers * branch.experts_per_token // branch.experts
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))

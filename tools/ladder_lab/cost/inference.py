@@ -28,6 +28,7 @@ from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, Role, SubBlockTensors, head_tensor, layer_tensors, model_tensors
+from megatron_ladder.blueprint.wiring import BranchKind
 
 BYTES = 2
 """Size of a bf16 number: activations, cache, embedding and head."""
@@ -208,7 +209,7 @@ def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_b
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
-        if branch.score_width:
+        if branch.kind is BranchKind.ATTENTION:
             loading = _cache_bytes(request, request.is_expanded) / request.machine.gpu.memory_bytes_per_second
             scoring = 2 * _decode_score_width(request.model, branch) / request.ranks
             scoring /= FLOPS_SHARE * request.machine.gpu.peak_flops
@@ -228,10 +229,8 @@ def _weights_read(branch: Branch, tokens: float, ranks: int) -> float:
 
     They are those of the expected number of distinct experts, if every expert is equally likely.
     """
-    of_router = sum(tensor.numel for tensor in branch.router[:1])
-    share = branch.experts_per_token / branch.experts
-    of_experts = (branch.weights_per_token(ranks) - of_router) / share
-    return of_experts * branch.share_in_use(tokens) + of_router
+    share = branch.share_in_use(tokens)
+    return sum(matrix.local_numel(ranks) * (1.0 if matrix.expert_dim is None else share) for matrix in branch.matrices)
 
 
 def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> float:
@@ -245,7 +244,7 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
         flops = tokens * 2 * (branch.weights_per_token(request.ranks) + scores)
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
-        if request.is_expanded and branch.score_width:
+        if request.is_expanded and branch.kind is BranchKind.ATTENTION:
             heads = request.model.num_attention_heads / request.ranks
             moved = SCORE_PASSES * BYTES * tokens * request.prompt * heads
             seconds += moved / request.machine.gpu.memory_bytes_per_second
@@ -253,4 +252,4 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
 
 
 def _share_of_floor(branch: Branch) -> float:
-    return ATTENTION_FLOOR if branch.score_width else 1 - ATTENTION_FLOOR
+    return ATTENTION_FLOOR if branch.kind is BranchKind.ATTENTION else 1 - ATTENTION_FLOOR

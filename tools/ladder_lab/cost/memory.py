@@ -53,7 +53,6 @@ from typing import Literal, NamedTuple
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import (
     Branch,
-    Role,
     embedding_tensor,
     final_norm_tensor,
     kept_expert_rows,
@@ -62,7 +61,7 @@ from megatron_ladder.blueprint.tensors import (
     padded_vocab_size,
     uniform_partition,
 )
-from megatron_ladder.blueprint.wiring import plan_reads
+from megatron_ladder.blueprint.wiring import BranchKind, plan_reads
 from megatron_ladder.config.run import RunConfig, layout_captures
 
 Precision = Literal["fp32", "bf16"]
@@ -158,11 +157,10 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> 
     numbers: list[_LayerNumbers] = []
     for layer in layer_tensors(model):
         branches = [branch for sub_block in layer for branch in sub_block.branches]
-        specs = itertools.chain.from_iterable(sub_block.tensors for sub_block in layer)
         numbers.append(
             _LayerNumbers(
                 sum(sub_block.parameters(tensor) for sub_block in layer),
-                sum(spec.local_numel(tensor) for spec in specs if spec.role is Role.MATRIX),
+                sum(matrix.local_numel(tensor) for branch in branches for matrix in branch.matrices),
                 sum(_kept_inside(model, branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
             )
@@ -172,20 +170,20 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> 
 
 def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token that a rank keeps for backward inside a branch."""
-    if branch.router:
+    if branch.kind is BranchKind.EXPERTS:
         parts = 1 if whole_experts else ranks
         rows = kept_expert_rows(ranks) if whole_experts else 1.0
-        return sum(matrix.weight.width(parts) for matrix in branch.inputs) * branch.experts_per_token * rows
-    kept = sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, branch.output))
-    if not branch.score_width:
+        return sum(matrix.weight.width(parts) for matrix in branch.inputs.values()) * branch.experts_per_token * rows
+    kept = sum(matrix.weight.width(ranks) for matrix in (*branch.inputs.values(), branch.output))
+    if branch.kind is BranchKind.MLP:
         # The gate after SiLU.
-        return kept + branch.inputs[0].weight.width(ranks)
+        return kept + branch.inputs["gate"].weight.width(ranks)
     if model.attention_output_gate:
         kept += 2 * branch.output.weight.width(ranks)
     if model.is_latent:
         return kept + _kept_of_latents(model, branch, ranks)
     # Queries and keys after rotary embedding.
-    return kept + sum(matrix.weight.width(ranks) for matrix in branch.inputs[:2])
+    return kept + sum(branch.inputs[name].weight.width(ranks) for name in ("q", "k"))
 
 
 def _kept_of_latents(model: ModelConfig, branch: Branch, ranks: int) -> int:
@@ -195,15 +193,15 @@ def _kept_of_latents(model: ModelConfig, branch: Branch, ranks: int) -> int:
     is_padded = model.value_dim < model.head_dim
     # Values that are not padded are a part of what is expanded.
     values = 2 * model.head_dim if is_padded else model.qk_nope_head_dim + model.value_dim
-    return sum(norm.numel for norm in branch.latent_norms) + heads * (queries_and_keys + values)
+    return sum(norm.numel for norm in branch.norms.values()) + heads * (queries_and_keys + values)
 
 
 def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token of the gradients and products of all sorted rows, also of those of other ranks."""
-    if not branch.router:
+    if branch.kind is not BranchKind.EXPERTS:
         return 0.0
-    expert = branch.inputs[0].weight.width(1 if whole_experts else ranks)
-    hidden_size = branch.router[0].shape[1]
+    expert = branch.inputs["gate"].weight.width(1 if whole_experts else ranks)
+    hidden_size = branch.router["weight"].shape[1]
     return branch.experts_per_token * (EXPERT_WIDTHS * expert + hidden_size)
 
 

@@ -178,9 +178,9 @@ class LayerTime:
             # A flash kernel skips the masked half of the scores.
             scores = self.sequence * branch.score_width / 2 / layout.tensor
             others += self.product(2 * self.tokens * scores, 0)
-            inner = (matrix.weight for matrix in (*branch.expansions, branch.output))
-            of_inputs = self._products((matrix.weight for matrix in branch.inputs), branch)
-            of_others = self._products((*branch.router[:1], *inner), branch)
+            inputs = [matrix.weight for matrix in branch.inputs.values()]
+            of_inputs = self._products(inputs, branch)
+            of_others = self._products((matrix for matrix in branch.matrices if matrix not in inputs), branch)
             products += of_inputs[0] + of_others[0]
             wgrad += of_inputs[1]
             inner_wgrad += of_others[1]
