@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import preprocess
     from megatron_ladder.data.tokenizer_training import train_sentencepiece
-    from megatron_ladder.data.tokenizers import SentencePieceTokenizer
+    from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = library_sources(library)

@@ -27,7 +27,6 @@ from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
@@ -37,6 +36,7 @@ from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.processes import interrupts_delayed
+from megatron_ladder.tokenizers.kinds import Tokenizer
 from megatron_ladder.train.evaluation import Predictor
 from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches

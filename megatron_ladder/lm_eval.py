@@ -22,7 +22,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.data.chat_records import Message
 from megatron_ladder.data.chat_template import ChatTemplateError
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.options import SamplingOptions
@@ -93,7 +92,6 @@ class LadderLM(TemplateLM):
         if conversation is None:
             ids = tokenizer.encode(string)
         else:
-            assert isinstance(tokenizer, HuggingFaceTokenizer)
             ids = tokenizer.encode_with_offsets([string], [self._spelled[conversation]])[0][0]
         has_prefix = ids[: len(self._prefix)] == self._prefix
         return ids if add_special_tokens is False or has_prefix else [*self._prefix, *ids]

@@ -24,8 +24,8 @@ from megatron_ladder.data.chat import Conversation, ConversationEncoder  # noqa:
 from megatron_ladder.data.chat_records import ConversationError, Message, read_record  # noqa: E402
 from megatron_ladder.data.chat_template import ChatTemplateError  # noqa: E402
 from megatron_ladder.data.reading.protocol import Record  # noqa: E402
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer  # noqa: E402
 
 GENERATE = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 TASK = "which_answer"

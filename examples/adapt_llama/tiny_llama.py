@@ -21,9 +21,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.chat import Conversation, ConversationEncoder  # noqa: E402
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 from megatron_ladder.progress import ProgressBar  # noqa: E402
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer  # noqa: E402
 
 WORDS = "red blue green black white brown grey pink gold silver".split()
 LARGEST = 60

@@ -36,6 +36,7 @@ from megatron_ladder.checkpoint.publish import (
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 from megatron_ladder.progress import ProgressBar
+from megatron_ladder.tokenizers.kinds import TOKENIZER_KINDS
 
 if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
@@ -48,9 +49,8 @@ HF_CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
-    *TOKENIZERS,
+    *(name for kind in TOKENIZER_KINDS for name in kind.files),
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.command_line import parse_config
-from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag
+from megatron_ladder.tokenizers.kinds import TokenizerType
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.indexed import IndexedDataset
     from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
     from megatron_ladder.data.loader import check_tokenizer
-    from megatron_ladder.data.tokenizers import load_tokenizer
+    from megatron_ladder.tokenizers.kinds import load_tokenizer
 
     tokenizer = None
     if config.tokenizer_type is not None:

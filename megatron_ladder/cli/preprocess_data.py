@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.megatron_flags import read_megatron_flag
-from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import counted, run_program
 from megatron_ladder.flags import flag
+from megatron_ladder.tokenizers.kinds import TokenizerType
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PreprocessConfig:
     output_prefix: Path = flag(output="prefix")
     """Prefix of the output files: PREFIX_text_document.bin and .idx, and a .json file that describes them."""
     tokenizer_type: TokenizerType = flag()
-    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), bytes, or numbers that already
+    """Type of the tokenizer: Hugging Face (two names), SentencePiece (three names), bytes, or numbers that already
     are token ids. No type adds a bos token."""
     tokenizer_model: Path | None = None
     """SentencePiece .model file; tokenizer.json or its directory."""
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
     from megatron_ladder.data.reading.protocol import Reading
-    from megatron_ladder.data.special_tokens import list_tokens
-    from megatron_ladder.data.tokenizers import check_parses_special_tokens, load_tokenizer
+    from megatron_ladder.tokenizers.kinds import check_parses_special_tokens, load_tokenizer
+    from megatron_ladder.tokenizers.special_tokens import list_tokens
 
     tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size, config.eod_token)
     if config.parse_special_tokens:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.reading.find import find_sources
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TextSample, train_bpe, train_sentencepiece
-    from megatron_ladder.data.tokenizers import load_tokenizer
+    from megatron_ladder.tokenizers.kinds import load_tokenizer
 
     sources = find_sources(config.input, Reading(config.json_keys))
     is_sentencepiece = config.model_type == "sentencepiece"

@@ -5,17 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.flags import flag
-
-TokenizerType = Literal[
-    "SentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "HFTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-]
-"""Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
+from megatron_ladder.tokenizers.kinds import TokenizerType
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ class DataConfig:
     allow_data_change: bool = flag(False, requires="--load", on_resume="ignore")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = flag(None, on_resume="ignore")
-    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), bytes, or numbers that already are
+    """Type of the tokenizer: Hugging Face (two names), SentencePiece (three names), bytes, or numbers that already are
     token ids."""
     tokenizer_model: Path | None = flag(None, on_resume="ignore")
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""

@@ -11,9 +11,9 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoi
 from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
-from megatron_ladder.data.tokenizers import find_tokenizer
 from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import check_directory
+from megatron_ladder.tokenizers.copies import find_tokenizer
 
 
 def inspect_directory(path: Path) -> Iterator[str]:

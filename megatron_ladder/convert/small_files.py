@@ -23,6 +23,7 @@ from megatron_ladder.checkpoint.hf_types import OWN_TYPE
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
+from megatron_ladder.tokenizers.kinds import tokenizer_kind
 from megatron_ladder.typed import json_object
 
 _TERMS = ("license", "license_name", "license_link")
@@ -123,7 +124,7 @@ def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any
     tokenizer. Raises UserError if the tokenizer's file cannot be read, or has no end-of-text token.
     """
     # Imports the tokenizer libraries, which nothing else here needs.
-    from megatron_ladder.data.tokenizers import find_tokenizer, tokenizer_files
+    from megatron_ladder.tokenizers.copies import find_tokenizer, tokenizer_files
 
     tokenizer = find_tokenizer(directory)
     if tokenizer is None:
@@ -148,27 +149,28 @@ def exported_tokenizer(
     directory = checkpoint.directory
     files = {name: other_files[name] for name in other_files if name in CARRIED}
     # Imports the tokenizer libraries, which nothing else here needs.
-    from megatron_ladder.data import tokenizers as kinds
+    from megatron_ladder.tokenizers.copies import DESCRIPTION_FILE, find_tokenizer
 
     source = json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
     # It names code of the model's source, which the directory does not have.
     settings = {key: value for key, value in source.items() if key != "auto_map"}
-    tokenizer = kinds.find_tokenizer(directory)
+    tokenizer = find_tokenizer(directory)
     notes = list[str]()
     # The vocabulary.
-    if isinstance(tokenizer, kinds.SentencePieceTokenizer):
-        described = json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
-        files[kinds.DESCRIPTION_FILE] = json_file({**described, "file": "tokenizer.model"})
-        files |= {"tokenizer.model": tokenizer.contents[0], "tokenizer.json": tokenizer.as_json().encode()}
-        if "chat_template" not in settings and CHAT_TEMPLATE not in files:
+    as_json = None if tokenizer is None else tokenizer.as_json(checkpoint.is_imported)
+    if tokenizer is not None and as_json is not None:
+        files["tokenizer.json"] = as_json
+        (name,) = tokenizer_kind(tokenizer.kind).files
+        if name != "tokenizer.json":
+            described = json_object(directory / DESCRIPTION_FILE, other_files[DESCRIPTION_FILE])
+            files[DESCRIPTION_FILE] = json_file({**described, "file": name})
+            files[name] = tokenizer.contents[0]
+        if not (tokenizer.finds_tokens or "chat_template" in settings or CHAT_TEMPLATE in files):
             # Only a template writes special tokens; in a text they are spelt out.
             settings.setdefault("split_special_tokens", True)
-    elif isinstance(tokenizer, kinds.HuggingFaceTokenizer):
-        files["tokenizer.json"] = tokenizer.contents[0]
         before, after = tokenizer.added_around()
         added = " ".join(tokenizer.control_tokens.get(number, str(number)) for number in (*before, *after))
         if added and not checkpoint.is_imported:
-            files["tokenizer.json"] = tokenizer.without_added()
             notes.append(f"training did not add {added} to a text, so the exported tokenizer.json does not, either")
         elif added and "run" in checkpoint.manifest:
             notes.append(f"tokenizer.json adds {added} to a text, as for the imported model; training here did not")
@@ -179,7 +181,7 @@ def exported_tokenizer(
         if not PromptEncoder(tokenizer, (), True, None).turn_ends:
             notes.append(OPEN_ANSWERS)
     # The settings, unless transformers has no such tokenizer: of bytes or numbers.
-    if tokenizer is not None and tokenizer.files:
+    if tokenizer is not None and as_json is not None:
         # Other classes of transformers rebuild a tokenizer from parts of its file, without the normalizer.
         defaults = {} if source else {"clean_up_tokenization_spaces": False}
         settings = {**tokenizer.named_tokens(), **defaults, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}

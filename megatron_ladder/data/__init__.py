@@ -1,1 +1,1 @@
-"""Text to token files, token files to batches: tokenizers, .bin/.idx, the order of samples, the loader."""
+"""Text to token files, token files to batches: .bin/.idx, the order of samples, the loader."""

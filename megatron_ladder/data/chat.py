@@ -21,7 +21,7 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.reading.protocol import Record
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of any template; another role must occur in the text of the template."""
@@ -43,7 +43,6 @@ class ConversationEncoder:
         `parse_special_tokens` makes a special token that a message spells that token, instead of text.
         """
         source = read_chat_template(tokenizer, template, fix="pass one with --chat-template FILE")
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         self.template = ChatTemplate(*source)
         self._tokenizer = tokenizer
         self._parse_special_tokens = parse_special_tokens

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.chat_records import Message, Tools
-from megatron_ladder.data.special_tokens import mark_spelled, spelling_pattern
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
+from megatron_ladder.tokenizers.kinds import Tokenizer
+from megatron_ladder.tokenizers.special_tokens import mark_spelled, spelling_pattern
 from megatron_ladder.typed import json_object
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -146,7 +146,7 @@ class ChatTemplate:
         """Return the text up to the end of the last message, which can be continued; raises ChatTemplateError."""
         return self._render(self.source, messages, continue_final_message=True)
 
-    def spelling(self, tokenizer: HuggingFaceTokenizer) -> re.Pattern[str] | None:
+    def spelling(self, tokenizer: Tokenizer) -> re.Pattern[str] | None:
         """Return a pattern of the tokens that only the template writes: special ones, and the one that ends a turn."""
         end = self.turn_end(token for token in tokenizer.added_tokens if not token.isspace())
         return spelling_pattern({*tokenizer.special_tokens, *filter(None, [end])})
@@ -229,7 +229,7 @@ def read_chat_template(
     Raises UserError if it is missing or unreadable, or the tokenizer does not find in a text the tokens that a template
     writes. `flag` begins the error if there is none, and `fix` ends it.
     """
-    if tokenizer.kind != HuggingFaceTokenizer.kind:
+    if not tokenizer.finds_tokens:
         raise UserError(
             f"{flag}{tokenizer.kind} does not recognise special tokens in a text: use HuggingFaceTokenizer with a "
             "tokenizer.json"

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, token_dtype
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.special_tokens import count_spelled, spelling_pattern
-from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.tokenizers.kinds import Tokenizer
+from megatron_ladder.tokenizers.special_tokens import count_spelled, spelling_pattern
 
 
 @dataclass

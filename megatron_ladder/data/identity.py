@@ -12,10 +12,12 @@ from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sample
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
 from megatron_ladder.errors import limited
+from megatron_ladder.tokenizers.kinds import same_tokenizer
 
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
-_FLAGS = {"train": "--data-path", "stream": "--streaming", "tokenizer_sha256": "--tokenizer-model"}
+_TOKENIZER = "tokenizer_sha256"
+_FLAGS = {"train": "--data-path", "stream": "--streaming", _TOKENIZER: "--tokenizer-model"}
 """Keys of descriptions -> flags."""
 _PARTS = {
     "documents": "documents",
@@ -36,6 +38,9 @@ _SHARDS = ("shards", "shards_sha256")
 
 def data_changes(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
+    before, now = stored.get(_TOKENIZER), current.get(_TOKENIZER)
+    if before is not None and now is not None and same_tokenizer(before, now):
+        current = current | {_TOKENIZER: before}
     keys = dict.fromkeys((*stored, *current)) if stored else ()
     places = [(_FLAGS.get(key, key), stored.get(key), current.get(key)) for key in keys]
     return limited([line for entry in places for line in _differences(*entry)])

@@ -174,8 +174,9 @@ class IndexedDatasetWriter:
 class Sidecar:
     """Metadata of a data set: `<prefix>.json`, which describes how the tokens were made. Megatron ignores it.
 
-    The tokenizer's type is the first of its synonyms, and its hash is that of its model file. `append_eod` records
-    whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
+    The tokenizer's type is the first of its synonyms, and its hash is that of its file, or hashes are those of the file
+    and of other formats next to it (`Tokenizer.identity`). `append_eod` records whether every document ends with
+    `eod_id`. Documents do not include empty ones, which were left out; tokens include
     end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if it is unknown or the file
     does not exist. Each document is one conversation, which training packs whole, if `conversations` is set, and
     `chat_template` is the template that rendered it; `answer_ends` are the special tokens at the ends of answers.
@@ -184,7 +185,7 @@ class Sidecar:
     """
 
     tokenizer_type: str
-    tokenizer_sha256: str
+    tokenizer_sha256: str | tuple[str, ...]
     vocab_size: int
     eod_id: int
     append_eod: bool

@@ -6,8 +6,8 @@ import numpy as np
 import xxhash
 
 from megatron_ladder.data.indexed import IndexedDataset, bin_path, format_checksum, loss_mask_path, sidecar_path
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, counted, raise_user_errors
+from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of
 
 _SHOWN_IDS = 16
 """Token ids of a document that are printed before its text."""
@@ -31,7 +31,7 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     else:
         yield (
             f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, sha256 "
-            f"{sidecar.tokenizer_sha256[:12]}; end of document {sidecar.eod_id}"
+            f"{hashes_of(sidecar.tokenizer_sha256)[0][:12]}; end of document {sidecar.eod_id}"
             f"{' after each' if sidecar.append_eod else ', not appended'}; largest id {sidecar.largest_id:,}"
         )
     quantiles = np.quantile(np.diff(dataset.document_bounds), [0, 0.5, 0.9, 0.99, 1]).round().astype(int).tolist()

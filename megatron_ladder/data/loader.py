@@ -14,8 +14,8 @@ from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of, same_tokenizer
 
 _PARTS = ("train", "valid")
 _SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -191,13 +191,14 @@ def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
 def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) -> None:
     """Raise UserError if the sidecar of a data set names another tokenizer."""
     sidecars = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
-    expected = (tokenizer.vocab_size, tokenizer.sha256)
     raise_user_errors(
         f"{tokenizer.flag} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of "
-        f"{prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 {sidecar.tokenizer_sha256[:12]}): "
+        f"{prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
+        f"sha256 {hashes_of(sidecar.tokenizer_sha256)[0][:12]}): "
         "give that one, or preprocess the data with this one"
         for prefix, sidecar in sidecars.items()
-        if (sidecar.vocab_size, sidecar.tokenizer_sha256) != expected
+        if sidecar.vocab_size != tokenizer.vocab_size
+        or not same_tokenizer(sidecar.tokenizer_sha256, tokenizer.identity)
     )
 
 

@@ -39,11 +39,11 @@ from megatron_ladder.data.indexed import (
 )
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, SHOWN_BAD, Block, Shard, Source
-from megatron_ladder.data.special_tokens import list_tokens
 from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
+from megatron_ladder.tokenizers.special_tokens import list_tokens
 
 _FORMAT = 9
 
@@ -179,7 +179,7 @@ class Partial:
             checksums = writer.publish()
         sidecar = Sidecar(
             task.tokenizer.kind,
-            task.tokenizer.sha256,
+            task.tokenizer.identity,
             task.tokenizer.vocab_size,
             task.tokenizer.eod_id,
             task.append_eod,

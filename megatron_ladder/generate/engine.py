@@ -9,13 +9,13 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.scoring import Score
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _CAPTURED_TOKENS = 4096
 """Smallest cache of a captured batch, in tokens of all slots together, so that few later calls need a larger one."""

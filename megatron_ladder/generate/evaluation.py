@@ -18,7 +18,6 @@ from megatron_ladder.comm.launch import RankInfo, read_rank_info, stop_process_g
 from megatron_ladder.comm.ranks import OtherRanks
 from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words, parse_config
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
@@ -27,6 +26,7 @@ from megatron_ladder.generate.program import build_engine, check_hardware
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.progress import ProgressBar
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _TIMEOUT = timedelta(days=30)
 """Time that rank 0 can take between two batches. The end of a process is noticed immediately in any case."""

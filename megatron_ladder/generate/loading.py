@@ -22,20 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, end_ids, is_hf_directory
+from megatron_ladder.checkpoint.format import Checkpoint, end_ids, is_hf_directory
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
-from megatron_ladder.files import read_if_exists
 from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.tokenizers.copies import find_tokenizer
+from megatron_ladder.tokenizers.kinds import Tokenizer, load_tokenizer, same_tokenizer
 from megatron_ladder.torch_private import can_pack, pack_weight, packed_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,13 +96,11 @@ def open_model(
 
 
 def _another_tokenizer(directory: Path, given: Tokenizer) -> Iterator[str]:
-    """Yield a warning if a directory's tokenizer is another one; the directory may hold it in two formats."""
+    """Yield a warning if a directory's tokenizer is another one."""
     stored = None
     with suppress(UserError):
         stored = find_tokenizer(directory)
-    if stored is None or stored.sha256 == given.sha256:
-        return
-    if not given.contents or given.contents[0] not in [read_if_exists(directory / name) for name in TOKENIZERS]:
+    if stored is not None and not same_tokenizer(stored.identity, given.identity):
         ours, theirs = (f"{one.vocab_size} ids, sha256 {one.sha256[:12]}" for one in (given, stored))
         yield (
             f"{given.flag} ({ours}) is not the tokenizer in {directory} ({theirs}): leave it out, unless both give "

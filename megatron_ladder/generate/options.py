@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
+from megatron_ladder.tokenizers.kinds import TokenizerType
 
 _DESCRIPTION = "Generates text with a trained model. Output goes to stdout, statistics to stderr."
 _PROMPT_SOURCES = ("--prompt", "--prompt-file", "--tokens")

@@ -30,7 +30,6 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, counted, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
@@ -53,6 +52,7 @@ from megatron_ladder.generate.requests import Generation, GenerationRequest, New
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _TIMEOUT_MINUTES = 60.0
 """Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""

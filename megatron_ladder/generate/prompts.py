@@ -7,9 +7,9 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_records import Message
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, RenderedConversation, read_chat_template
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _SHOWN_CHARACTERS = 40
 OPEN_ANSWERS = (
@@ -68,7 +68,6 @@ class ConversationPrompts:
     def __init__(self, tokenizer: Tokenizer, *messages: str) -> None:
         """`messages` are those of `read_chat_template`; raises UserError if the tokenizer has no chat template."""
         self.template = ChatTemplate(*read_chat_template(tokenizer, None, *messages))
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         self._tokenizer = tokenizer
         self._spelling = self.template.spelling(tokenizer)
         ids = {text: number for number, text in tokenizer.control_tokens.items()}

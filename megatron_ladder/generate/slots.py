@@ -32,7 +32,6 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, cached_states
 from megatron_ladder.comm.group import CommGroup, to_device
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
@@ -40,6 +39,7 @@ from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 PADDING = 0
 """The token after shorter prompts and in unused slots; no result depends on its value."""

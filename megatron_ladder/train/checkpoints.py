@@ -38,10 +38,11 @@ from megatron_ladder.checkpoint.saving import (
 from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
-from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_rank_0
+from megatron_ladder.tokenizers.copies import tokenizer_files
+from megatron_ladder.tokenizers.kinds import Tokenizer
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.resume import has_another_tokenizer, learned_changes, schedule_note

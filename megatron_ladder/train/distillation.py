@@ -14,13 +14,14 @@ from megatron_ladder.comm.agreement import raising_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
-from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer
 from megatron_ladder.engine.build import compute_dtype
 from megatron_ladder.files import check_directory
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.progress import print_if_possible
+from megatron_ladder.tokenizers.copies import find_tokenizer
+from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer 
             f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
             f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
         )
-    elif tokenizer is not None and teacher.tokenizer is not None and tokenizer.sha256 != teacher.tokenizer.sha256:
+    elif (
+        tokenizer is not None
+        and teacher.tokenizer is not None
+        and not same_tokenizer(tokenizer.identity, teacher.tokenizer.identity)
+    ):
         # Other files may still give equal ids.
         for token in range(min(tokenizer.vocab_size, teacher.tokenizer.vocab_size)):
             taught, learned = teacher.tokenizer.decode([token]), tokenizer.decode([token])

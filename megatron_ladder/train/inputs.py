@@ -18,14 +18,6 @@ from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, 
 from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.reading.protocol import Shard
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
-from megatron_ladder.data.tokenizers import (
-    DESCRIPTION_FILE,
-    NullTokenizer,
-    Tokenizer,
-    check_parses_special_tokens,
-    load_tokenizer,
-    load_tokenizer_from_directory,
-)
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
@@ -33,6 +25,8 @@ from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
+from megatron_ladder.tokenizers.copies import DESCRIPTION_FILE, load_tokenizer_from_directory
+from megatron_ladder.tokenizers.kinds import Tokenizer, check_parses_special_tokens, load_tokenizer, tokenizer_kind
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
@@ -206,7 +200,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
     with errors.collect("--sample-prompts"):
         prompts = _read_sample_prompts(run, tokenizer, _parses_special_tokens(sources, stream))
     errors.raise_if_any()
-    data: dict[str, Any] = {"tokenizer_sha256": None if tokenizer is None else tokenizer.sha256}
+    data: dict[str, Any] = {"tokenizer_sha256": None if tokenizer is None else tokenizer.identity}
     if stream is not None:
         data["stream"] = stream.describe()
     elif sources.train is not None:
@@ -252,7 +246,7 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
         return None, stored if vocab_size is None else vocab_size
     known = tokenizer.vocab_size
     # The --vocab-size of this one does not count the end-of-document token.
-    if tokenizer.kind == NullTokenizer.kind:
+    if "vocab_size" in tokenizer_kind(tokenizer.kind).takes:
         return tokenizer, known
     # As in transformers, a tokenizer may have ids that a loaded model lacks, unless they occur.
     if vocab_size is not None and vocab_size < known and vocab_size != stored:

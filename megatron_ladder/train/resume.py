@@ -16,22 +16,21 @@ import msgspec
 
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.checkpoint.format import (
-    TOKENIZERS,
     Checkpoint,
     find_checkpoint,
     is_hf_directory,
     reporting_os_errors,
 )
 from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name, published_checkpoints, read_latest
-from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import SECTION_TYPES, SECTIONS, RunConfig, RunFlags
 from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, section_flags, to_plain, value_errors
 from megatron_ladder.progress import print_rank_0
+from megatron_ladder.tokenizers.copies import find_tokenizer
+from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
 from megatron_ladder.train.record import RECORD_NAME
 from megatron_ladder.typed import typed
 
@@ -273,12 +272,13 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
 
 def has_another_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
     """Return whether a run has another tokenizer than a checkpoint; False if either of them is unknown."""
-    recorded = checkpoint.manifest.get("tokenizer") or {}
-    # A directory may hold one tokenizer in two formats, of which the import records only one.
-    files = [record["checksum"] for record in checkpoint.manifest["files"] if record["name"] in TOKENIZERS]
-    if tokenizer is None or not (recorded or files) or recorded.get("sha256") == tokenizer.sha256:
+    identity = (checkpoint.manifest.get("tokenizer") or {}).get("sha256")
+    if tokenizer is None or identity == tokenizer.sha256:
         return False
-    return not (tokenizer.contents and checksum_of(tokenizer.contents[0]) in files)
+    with suppress(UserError):
+        stored = find_tokenizer(checkpoint.directory)
+        identity = identity if stored is None else stored.identity
+    return identity is not None and not same_tokenizer(identity, tokenizer.identity)
 
 
 def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:

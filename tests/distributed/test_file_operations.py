@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ladder.config.run import read_run_words
 from megatron_ladder.data.indexed import Sidecar, write_sidecar
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_ladder.train import loop, setup
 from tests.helpers.commands import free_port
 from tests.helpers.operations import Operations

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.tokenizers import NullTokenizer
+from megatron_ladder.tokenizers.kinds import NullTokenizer
 from megatron_ladder.train import loop
 from megatron_ladder.train import step as train_step_module
 from megatron_ladder.train.guards import Finding

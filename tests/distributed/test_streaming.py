@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.streaming import StreamPlan, find_input
-from megatron_ladder.data.tokenizers import NullTokenizer
+from megatron_ladder.tokenizers.kinds import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.reading import training_batches
 from tests.helpers.pool import GlooPools

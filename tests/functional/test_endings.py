@@ -14,8 +14,8 @@ from megatron_ladder.cli.generate import main as generate
 from megatron_ladder.cli.preprocess_data import main as preprocess
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import find_chat_template
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.generate.prompts import OPEN_ANSWERS
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.commands import run_command
 from tests.helpers.tokenizer_copies import train_byte_level
 

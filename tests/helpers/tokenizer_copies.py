@@ -6,7 +6,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
+from megatron_ladder.tokenizers.copies import tokenizer_files
+from megatron_ladder.tokenizers.kinds import Tokenizer
 
 
 def train_byte_level(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:

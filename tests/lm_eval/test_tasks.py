@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.cli.convert_checkpoint import main as convert
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.lm_eval import LadderLM
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint

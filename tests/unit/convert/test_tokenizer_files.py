@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.chat_template import read_chat_template
-from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
+from megatron_ladder.tokenizers.copies import load_tokenizer_from_directory
+from megatron_ladder.tokenizers.kinds import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.helpers.tokenizer_copies import copy_tokenizer, train_byte_level, write_words
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert

@@ -22,8 +22,8 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.reading.protocol import Record
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.conversations import TEMPLATES
 from tests.helpers.tokenizer_copies import train_byte_level
 

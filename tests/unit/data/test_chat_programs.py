@@ -21,9 +21,9 @@ from megatron_ladder.data.chat_records import ConversationError
 from megatron_ladder.data.chat_template import ChatTemplateError
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.streaming import StreamPlan, StreamReader, find_input
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.prompts import ConversationPrompts, PromptEncoder
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.conversations import CASES, CHATML, TEMPLATES, Case, expected, render, write_tokenizer
 
 KEYS = [("messages",), ("conversations",), ("instruction", "input", "output")]

@@ -20,8 +20,8 @@ from megatron_ladder.data.indexed import (
     write_sidecar,
 )
 from megatron_ladder.data.inspect import verify
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import write_documents
 

@@ -12,8 +12,9 @@ from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchL
 from megatron_ladder.data.indexed import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.kinds import ByteTokenizer, Tokenizer
+from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import MakeDataset
 

@@ -20,8 +20,9 @@ from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.loader import check_tokenizer
 from megatron_ladder.data.preprocess import Partial, PreprocessOptions, preprocess
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.kinds import ByteTokenizer
+from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.commands import run_command
 from tests.helpers.tokens import write_lines
 

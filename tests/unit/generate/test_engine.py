@@ -11,7 +11,6 @@ import torch
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import ByteTokenizer, load_tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import program
 from megatron_ladder.generate import slots as slots_module
@@ -20,6 +19,7 @@ from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
+from megatron_ladder.tokenizers.kinds import ByteTokenizer, load_tokenizer
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.tiny_model import (

@@ -9,10 +9,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.parallel.scoring import Score
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_ladder.tokenizers.kinds import ByteTokenizer
 from tests.reference import ReferenceConfig, Weights, greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
 

@@ -17,7 +17,6 @@ from megatron_ladder.checkpoint.hf_config import hf_config
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.evaluation import Evaluator
@@ -25,6 +24,7 @@ from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
+from megatron_ladder.tokenizers.kinds import load_tokenizer
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import ReferenceConfig, greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_ladder.generate.slots import IncrementalDecoder, StopFinder
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_ladder.tokenizers.kinds import ByteTokenizer
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.unit.generate.tiny_model import train_tokenizer
 

@@ -12,11 +12,11 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.sharded import build_on, small_model
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights

@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.tokenizers import NullTokenizer, tokenizer_files
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.tokenizers.copies import tokenizer_files
+from megatron_ladder.tokenizers.kinds import NullTokenizer
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from tests.helpers.runs import errors_of

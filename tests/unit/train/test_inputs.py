@@ -15,8 +15,8 @@ from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.indexed import IndexedDataset, Sidecar, loss_mask_path, write_sidecar
-from megatron_ladder.data.tokenizers import ByteTokenizer
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar, loss_mask_path, sidecar_path, write_sidecar
+from megatron_ladder.tokenizers.kinds import ByteTokenizer
 from megatron_ladder.train import inputs, setup
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.resume import learned_changes
@@ -24,7 +24,7 @@ from tests.helpers.runs import errors_of
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
-from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import tiny_config, train_tokenizer, write_checkpoint
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-key-value-heads 2 "
@@ -277,6 +277,34 @@ def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.Cap
     assert about_data([*words, *load, "--allow-data-change"]) == []
     said = capsys.readouterr().out
     assert f"*** --allow-data-change: --data-path {prefix}: tokens" in said and "of the new order ***" in said
+
+
+def test_a_run_may_continue_with_the_other_format_of_its_tokenizer(tmp_path: Path) -> None:
+    """A data set and a checkpoint made with tokenizer.model are used with the tokenizer.json that was next to it."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "def add(a, b):"}\n' * 50)
+    made = train_tokenizer(folder, ["def add(a, b):\n    return a + b\n"] * 20)
+    (folder / "tokenizer.json").write_bytes(made.as_json())
+    with_model = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/tokenizer.model"
+    with_json = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    preprocess_data.main(f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/a {with_model}".split())
+    words = [*SIZES, *f"--vocab-size 300 --data-path {tmp_path}/a_text_document --split 1 --eval-iters 0".split()]
+    data = read_inputs([*words, *with_model.split()]).data
+    write_checkpoint(tmp_path / "save", tiny_config(vocab_size=300), data=json.loads(json.dumps(data)))
+    load = [*words, "--load", str(tmp_path / "save"), "--no-load-optim"]
+
+    def reported() -> list[str]:
+        return [line for line in errors_of(read_inputs, [*load, *with_json.split()]) if "tokenizer" in line]
+
+    (folder / "tokenizer.model").unlink()
+    assert reported() == []
+    train_byte_level([], 300, ["</s>"]).save(str(folder / "tokenizer.json"))
+    (not_of_data,) = reported()
+    assert "is not the tokenizer of" in not_of_data
+    sidecar_path(tmp_path / "a_text_document").unlink()
+    (changed,) = reported()
+    assert changed.startswith("--tokenizer-model: the checkpoint was trained with another one")
 
 
 def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:

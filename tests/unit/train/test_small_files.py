@@ -18,14 +18,16 @@ from megatron_ladder.convert.small_files import model_card
 from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
 from megatron_ladder.data.loader import Sources
-from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
+from megatron_ladder.tokenizers.kinds import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.record import RunRecord
+from megatron_ladder.train.resume import has_another_tokenizer
 from tests.helpers.tokenizer_copies import write_words
 from tests.unit.checkpoint import tiny_training
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, export, small_config
+from tests.unit.generate.tiny_model import write_checkpoint_with_tokenizer
 
 EXTRA_FILES = {
     "tokenizer_config.json": '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}',
@@ -123,6 +125,22 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
     assert "wiring: standard." in card.text and 'from_pretrained("back", dtype="auto")' in card.text
     assert 'tokenizer = AutoTokenizer.from_pretrained("back")' in card.text
     assert card.text.endswith("check `license`, and replace `base_model` by its full name on the Hub.\n")
+
+
+def test_an_imported_directory_may_hold_its_tokenizer_in_two_formats(tmp_path: Path) -> None:
+    run, _, own = write_checkpoint_with_tokenizer(tmp_path)
+    convert("export", "--load", run, "--hf", tmp_path / "hf")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "imported")
+    (tmp_path / "alone").mkdir()
+    write_words(tmp_path / "words.json", "</s>", "[UNK]")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "alone" / name).write_bytes((tmp_path / "hf" / name).read_bytes())
+    others = [load_tokenizer("HuggingFaceTokenizer", tmp_path / name) for name in ("hf", "alone", "words.json")]
+    for directory, has_json in ((run, False), (tmp_path / "imported", True)):
+        checkpoint = Checkpoint.open(directory)
+        expected = [False, False, not has_json, True]
+        assert [has_another_tokenizer(checkpoint, tokenizer) for tokenizer in (own, *others)] == expected
+        assert not has_another_tokenizer(checkpoint, None)
 
 
 def test_the_card_asks_only_for_what_the_model_has(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import base64
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Sequence
@@ -13,17 +14,18 @@ from megatron_ladder.cli import train_tokenizer
 from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
-from megatron_ladder.data.tokenizers import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    find_tokenizer,
-    load_tokenizer,
-    load_tokenizer_from_directory,
-)
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.copies import find_tokenizer, load_tokenizer_from_directory
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_ladder.tokenizers.kinds import (
+    ByteTokenizer,
+    Identity,
+    NullTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    same_tokenizer,
+)
+from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.tokenizer_copies import copy_tokenizer
 
 NASTY = [
@@ -179,7 +181,7 @@ def test_a_file_of_the_other_type_is_recognised(
     (model,) = sentencepiece_tokenizer.files
     with pytest.raises(UserError, match="is a SentencePiece model: use --tokenizer-type SentencePieceTokenizer$"):
         load_tokenizer("HuggingFaceTokenizer", model)
-    (tmp_path / "tokenizer.json").write_text(sentencepiece_tokenizer.as_json())
+    (tmp_path / "tokenizer.json").write_bytes(sentencepiece_tokenizer.as_json())
     with pytest.raises(UserError, match="not a SentencePiece model: is JSON: use --tokenizer-type HuggingFaceTokeniz"):
         load_tokenizer("SentencePieceTokenizer", tmp_path / "tokenizer.json")
     (tmp_path / "cut").write_bytes(model.read_bytes()[:1000])
@@ -188,3 +190,36 @@ def test_a_file_of_the_other_type_is_recognised(
     with pytest.raises(UserError, match=r"cut: not a tokenizer\.json: is not JSON"):
         load_tokenizer("HuggingFaceTokenizer", tmp_path / "cut")
     assert capfd.readouterr() == ("", "")
+
+
+def test_two_formats_in_one_directory_are_one_tokenizer(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, hugging_face_directory: Path
+) -> None:
+    """An unrelated tokenizer.json, as `train_tokenizer.py --model-type bpe` writes it, is another one."""
+    (pieces,) = sentencepiece_tokenizer.contents
+    as_json = sentencepiece_tokenizer.as_json()
+    other_json = (hugging_face_directory / "tokenizer.json").read_bytes()
+    lower_case = json.dumps({**json.loads(as_json), "normalizer": {"type": "Lowercase"}}).encode()
+
+    def identities(name: str, content: bytes, eos_token: str = "</s>") -> list[Identity]:
+        """Return those of tokenizer.model and tokenizer.json in one directory."""
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "tokenizer.model").write_bytes(pieces)
+        (folder / "tokenizer.json").write_bytes(content)
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos_token}))
+        loaded = (load_tokenizer("Llama2Tokenizer", folder / "tokenizer.model"), load_tokenizer("HFTokenizer", folder))
+        return [tokenizer.identity for tokenizer in loaded]
+
+    model, converted = (hashlib.sha256(content).hexdigest() for content in (pieces, as_json))
+    of_model, of_json = identities("both", as_json)
+    assert of_model == (model, converted) and of_json == (converted, model)
+    assert sentencepiece_tokenizer.identity == model
+    for known in (of_model, of_json, model, converted):
+        assert same_tokenizer(of_json, known) and same_tokenizer(known, of_json)
+    unrelated = identities("unrelated", other_json, "<|end_of_turn|>")
+    assert unrelated == [model, hashlib.sha256(other_json).hexdigest()]
+    assert not same_tokenizer(*unrelated)
+    # The vocabulary is the same, and the texts are not.
+    _, changed = identities("changed", lower_case)
+    assert not same_tokenizer(changed, of_json)

@@ -18,8 +18,8 @@ from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.preprocess import Partial
 from megatron_ladder.data.streaming import StreamPlan, StreamReader, find_input
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.helpers.tokens import write_lines
 
