@@ -27,7 +27,7 @@ from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
-from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
+from megatron_ladder.errors import BadNumbersError, Problem, UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import build_engine, check_hardware, new_request
@@ -57,7 +57,7 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UserError(f"build_model(): seed {seed!r}: expected a whole number from 0 to {2**32 - 1}")
     with _read_keywords("build_model()", [ModelFlags], {"vocab_size": vocab_size, **flags}) as (chosen,):
-        errors: list[str] = []
+        errors: list[str | Problem] = []
         if chosen.vocab_size is None:
             raise UserError("build_model(): vocab_size None: expected the number of token ids")
         config = resolve_model(chosen, chosen.vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary, raise_user_errors
 from megatron_ladder.flags import Flag, flag_name, keyword_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
@@ -35,13 +35,13 @@ class FlagWords:
 
     words: dict[str, str | list[str] | None] = field(default_factory=dict)
     """By the name of the field; None is a value that is None."""
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    problems: list[str | Problem] = field(default_factory=list)
+    missing: list[str | Problem] = field(default_factory=list)
     """Problems of required flags that are not given."""
     warnings: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Names of the fields with a problem, whose values are unknown."""
-    written: Written = field(default_factory=Written)
+    written: Vocabulary = field(default_factory=Vocabulary)
     accepted: set[str] = field(default_factory=set)
     """Flags of another program that request what this one does anyway."""
 
@@ -77,7 +77,7 @@ def parse_command_line(
     argv: Sequence[str],
     program: str,
     description: str,
-    find_problems: Callable[[FlagWords], Iterable[str]] = lambda line: (),
+    find_problems: Callable[[FlagWords], Iterable[str | Problem]] = lambda line: (),
 ) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 
@@ -95,7 +95,7 @@ def parse_config(
     argv: Sequence[str],
     program: str,
     description: str | None,
-    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
+    find_errors: Callable[[Config], Iterable[str | Problem]] = lambda config: (),
     read_other: ReadOther = lambda name, values, line: False,
 ) -> Config:
     """Read `argv` into one dataclass, as `parse_command_line`; `find_errors` checks what `flag` cannot declare.
@@ -155,9 +155,8 @@ def read_words(
             hint = f"did you mean {near[0]}?" if near else fix
             line.problems.append(Problem(name, f"{problem}: {hint}"))
     if are_keywords:
-        names = (*known, *(name for name, _, _ in groups))
-        spellings = {name: name for name in names} | line.written.spellings
-        line.written.spellings = {name: keyword_name(spelling) for name, spelling in spellings.items()}
+        spellings = {name: keyword_name(spelling) for name, spelling in line.written.spellings.items()}
+        line.written = Vocabulary(str, spellings)
     return line
 
 
@@ -180,7 +179,7 @@ def _read_flag(flag: Flag, name: str, attached: list[str], following: list[str],
     alone = {flag.opposite: "false" if flag.switches_to == "true" else "true"}.get(name)
     takes_word = bool(flag.value_type.placeholder) and alone is None
     if name in flag.spellings:
-        line.written.spellings[flag.name] = name
+        line.written.spellings[keyword_name(flag.name)] = name
     if attached and not takes_word:
         line.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
     value = following if flag.value_type.many else following[:1]
@@ -233,7 +232,7 @@ def build_sections(
     combinations. A missing flag then has a value that makes no combination invalid.
     """
     missing = list(line.missing)
-    problems: list[str] = []
+    problems: list[str | Problem] = []
     values: dict[str, Any] = {}
     flags = section_flags(*config_classes)
     for flag in flags:

@@ -14,10 +14,10 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NoReturn, Self
+from typing import Any, NoReturn
 
 
 class ExitCode(IntEnum):
@@ -35,58 +35,145 @@ class ExitCode(IntEnum):
     """Another rank ended or stopped responding."""
 
 
-class UserError(Exception):
-    """Errors that the user can fix. Each message, kept once, names the flag or file, the problem and the fix."""
-
-    def __init__(self, *messages: str) -> None:
-        self.messages = tuple(dict.fromkeys(messages))
-        super().__init__("\n".join(self.messages))
-
-
-class Problem(str):
-    """A message about a flag, such as `--lr 0: expected above 0 (run.yaml:3)`, with the place where it was set."""
-
-    flag: str
-    text: str
-    place: str
-
-    def __new__(cls, flag: str, text: str, place: str = "") -> Self:
-        """`text` follows the flag: a space and its value, or a colon."""
-        self = super().__new__(cls, f"{flag}{text}" + (f" ({place})" if place else ""))
-        self.flag = flag
-        self.text = text
-        self.place = place
-        return self
-
-    def __reduce__(self) -> tuple[type["Problem"], tuple[str, str, str]]:
-        return Problem, (self.flag, self.text, self.place)
+def flag_name(field_name: str) -> str:
+    """`micro_batch_size` -> `--micro-batch-size`."""
+    return "--" + field_name.replace("_", "-")
 
 
 @dataclass
-class Written:
-    """The user's spelling of flags, and where they are."""
+class Vocabulary:
+    """The words for fields in messages: flags, keywords of Python, or keys of a file, as the user wrote them."""
 
+    spell: Callable[[str], str] = flag_name
+    """Returns the word for a field that the user did not write."""
     spellings: dict[str, str] = field(default_factory=dict)
-    """The user's spelling by the name of the flag."""
+    """The user's word by field."""
     places: dict[str, str] = field(default_factory=dict)
-    """File and line of each flag that a file sets."""
+    """File and line of each field that a file sets."""
+
+    def name(self, field_name: str) -> str:
+        """Return the word for a field."""
+        return self.spellings.get(field_name) or self.spell(field_name)
 
     @contextlib.contextmanager
     def in_messages(self) -> Iterator[None]:
-        """Spell flags in errors that end the block as the user did, and add the place of its flag to each problem."""
+        """Render the problems of an error that ends the block in this vocabulary."""
         try:
             yield
         except UserError as error:
-            raise UserError(*map(self._rewrite, error.messages)) from None
+            raise UserError(*(problem.render(self) for problem in error.problems)) from None
 
-    def _rewrite(self, message: str) -> str:
-        if not isinstance(message, Problem):
-            return self._respell(message)
-        place = message.place or self.places.get(message.flag, "")
-        return Problem(self._respell(message.flag), self._respell(message.text), place)
 
-    def _respell(self, text: str) -> str:
-        return re.sub(r"--[a-z][\w-]*", lambda match: self.spellings.get(match[0], match[0]), text)
+@dataclass(init=False)
+class Problem:
+    """One error that the user can fix, as data: the fields that it is about, and templates that name them in braces.
+
+    `{}` is the first field, its subject.
+
+        Problem({"hidden_size": 250, "num_attention_heads": 7},
+                "{hidden_size} is not divisible by {num_attention_heads}", "change one of them, or give {head_dim}")
+
+    Rendered for a command line, this is `--hidden-size 250 is not divisible by --num-attention-heads 7: change one of
+    them, or give --head-dim`; from Python, `hidden_size 250 is not ...`. A message follows the place of its first
+    field, if a file sets it: `(run.yaml:3)`. A switch that is turned off is a field `no_...`.
+
+    Code below the command line never spells a flag. It raises a UserError with problems, or with plain texts that begin
+    with a path, for which `ErrorCollector.collect` adds the field. The boundary of a program, which knows the words of
+    its user, renders them once.
+    """
+
+    fields: dict[str, str | None]
+    """The values in the message by field; a switch has none. Each is shown where the reason first names its field."""
+    reason: str
+    fix: str
+    """What the user can do, which follows a colon; it names fields without values."""
+    texts: dict[str, str]
+    """Other texts that the templates name in braces, such as paths, which may hold braces themselves."""
+    before: str
+    after: str
+
+    def __init__(self, fields: Mapping[str, object] | str, reason: str, fix: str = "", **texts: object) -> None:
+        if isinstance(fields, str):
+            texts = {"flag": fields, "text": reason}
+            field_name = fields.removeprefix("--").replace("-", "_")
+            reason = "{flag}{text}"
+            if flag_name(field_name) == fields:
+                reason = "{}{text}"
+                fields = {field_name: None}
+            else:
+                fields = {}
+        self.fields = {
+            name: None if value is None or isinstance(value, bool) else str(value) for name, value in fields.items()
+        }
+        self.reason = reason
+        self.fix = fix
+        self.texts = {name: str(text) for name, text in texts.items()}
+        self.before = self.after = ""
+
+    @staticmethod
+    def of(message: "str | Problem") -> "Problem":
+        """Return a plain text as a problem of no field."""
+        return message if isinstance(message, Problem) else Problem({}, "{text}", text=message)
+
+    @staticmethod
+    def read(sent: Mapping[str, Any]) -> "Problem":
+        """Return a problem from its `vars`, which another rank sent."""
+        problem = Problem({}, "")
+        vars(problem).update(sent)
+        return problem
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        return self.render(Vocabulary())
+
+    def render(self, vocabulary: Vocabulary) -> str:
+        """Return the message in the words of a user."""
+        values = dict(self.fields)
+
+        def word(match: re.Match[str]) -> str:
+            name = match[1] or next(iter(self.fields))
+            if name in self.texts:
+                return self.texts[name]
+            value = values.pop(name, None)
+            return vocabulary.name(name) + ("" if value is None else f" {value}")
+
+        message = re.sub(r"{(\w*)}", word, self.reason)
+        values.clear()
+        if self.fix:
+            message += ": " + re.sub(r"{(\w*)}", word, self.fix)
+        message = re.sub(
+            r"--(?!help\b)[a-z](?![\w-]*_)[\w-]*", lambda m: vocabulary.name(m[0][2:].replace("-", "_")), message
+        )
+        place = vocabulary.places.get(next(iter(self.fields), ""))
+        return self.before + message + (f" ({place})" if place else "") + self.after
+
+    def about(self, field_name: str) -> "Problem":
+        if str(self).startswith("--"):
+            return self
+        """Return the problem with a field as its subject, if it names none itself."""
+        return self if self.fields else Problem({field_name: None}, "{} {text}", text=self)
+
+    def noted(self, before: str = "", after: str = "") -> "Problem":
+        """Return the problem with a note before its message, or after it."""
+        problem = Problem(self.fields, self.reason, self.fix, **self.texts)
+        problem.before = before + self.before
+        problem.after = self.after + after
+        return problem
+
+
+class UserError(Exception):
+    """Errors that the user can fix, each kept once; `messages` are for a command line."""
+
+    def __init__(self, *problems: str | Problem) -> None:
+        self.problems = tuple(dict.fromkeys(map(Problem.of, problems)))
+        super().__init__("\n".join(self.messages))
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """The message of each problem, which names the flag or file, what is wrong, and the fix."""
+        return tuple(map(str, self.problems))
 
 
 class BadNumbersError(Exception):
@@ -105,31 +192,28 @@ class LostPeerError(Exception):
 
 
 class ErrorCollector:
-    """Collects the messages of several user errors, so that one run reports all of them."""
+    """Collects the problems of several user errors, so that one run reports all of them."""
 
     def __init__(self) -> None:
-        self.messages: list[str] = []
+        self.problems: list[Problem] = []
 
-    def add(self, *messages: str) -> None:
-        self.messages += messages
+    def add(self, *problems: str | Problem) -> None:
+        self.problems += map(Problem.of, problems)
 
     @contextlib.contextmanager
-    def collect(self, flag: str = "") -> Iterator[None]:
-        """Add the messages of a UserError that ends the block; code after the block runs in any case.
+    def collect(self, field_name: str = "") -> Iterator[None]:
+        """Add the problems of a UserError that ends the block; code after the block runs in any case.
 
-        They become problems of `flag`, if it is given, unless they begin with another flag.
+        A field, if it is given, is the subject of those that name none: `--load DIR: holds no checkpoint`.
         """
         try:
             yield
         except UserError as error:
-            for message in error.messages:
-                text = message.removeprefix(f"{flag} ")
-                about_flag = flag and not text.startswith("--") and not isinstance(message, Problem)
-                self.messages.append(Problem(flag, f" {text}") if about_flag else message)
+            self.problems += [problem.about(field_name) if field_name else problem for problem in error.problems]
 
     def raise_if_any(self) -> None:
-        """Raise a UserError with all messages if there are any."""
-        raise_user_errors(self.messages)
+        """Raise a UserError with all problems if there are any."""
+        raise_user_errors(self.problems)
 
 
 def counted(number: int, noun: str) -> str:
@@ -160,9 +244,9 @@ def limited(messages: Sequence[str]) -> list[str]:
     return [*messages[:20], f"and {others} more errors"] if others > 0 else list(messages)
 
 
-def raise_user_errors(messages: Iterable[str]) -> None:
-    """Raise a UserError with the messages if there are any."""
-    if listed := list(messages):
+def raise_user_errors(problems: Iterable[str | Problem]) -> None:
+    """Raise a UserError with the problems if there are any."""
+    if listed := list(problems):
         raise UserError(*listed)
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from megatron_ladder.errors import Problem, expected_one_of
+from megatron_ladder.errors import flag_name as flag_name
 from megatron_ladder.files import OutputKind, output_problem
 
 _IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
@@ -40,11 +41,6 @@ def flag(default: Any = dataclasses.MISSING, **declared: Any) -> Any:
     for name in declared.keys() & {"choices", "requires", "excludes"}:
         declared[name] = (declared[name],) if isinstance(declared[name], str) else tuple(declared[name])
     return dataclasses.field(default=default, metadata=declared)
-
-
-def flag_name(field_name: str) -> str:
-    """`micro_batch_size` -> `--micro-batch-size`."""
-    return "--" + field_name.replace("_", "-")
 
 
 def keyword_name(flag: str) -> str:

@@ -153,7 +153,7 @@ class LadderLM(TemplateLM):
         known = {name: value for name, value in gen_kwargs.items() if name not in unknown}
         with errors.collect():
             (sampling,) = parse_command_line([SamplingOptions], flag_words(known), "generation", "")
-        raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors.messages)
+        raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors.problems)
         ids = tuple(self.tok_encode(context)[new_tokens - max_length :]) or (self.prefix_token_id,)
         seed = request_seed(sampling.seed, ids, sample)
         parameters = SamplingParameters.like(sampling, seed=seed, logprobs=False)

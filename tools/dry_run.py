@@ -40,7 +40,7 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[st
     options = DryRunOptions()
     with errors.collect():
         (options,) = build_sections([DryRunOptions], line)
-    return options, parse_run(words, errors.messages, options.ranks), words
+    return options, parse_run(words, errors.problems, options.ranks), words
 
 
 def main(argv: Sequence[str]) -> None:

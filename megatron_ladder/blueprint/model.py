@@ -174,7 +174,7 @@ _LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")
 
 
 def resolve_model(
-    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, errors: list[str]
+    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, errors: list[str | Problem]
 ) -> ModelConfig:
     """Derive the values that the flags leave open, appending one line to `errors` for each error.
 
@@ -342,12 +342,12 @@ def learning_errors(config: ModelConfig) -> Iterator[Problem]:
         )
 
 
-def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_experts: bool = False) -> list[str]:
+def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_experts: bool = False) -> list[Problem]:
     """Return one line for each reason why this many tensor-parallel ranks cannot compute the model.
 
     With `whole_experts` a rank holds some of the experts, otherwise a part of the width of each.
     """
-    errors: list[str] = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel, whole_experts)]
+    errors = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel, whole_experts)]
     if config.lanes % tensor_parallel:
         errors.append(
             Problem(
@@ -367,20 +367,23 @@ def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_expe
     return [*errors, *_lane_errors(config, tensor_parallel)]
 
 
-def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
+def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[Problem]:
     """Return one line for each weight for which a rank cannot compute several lanes, because they share it."""
     if config.lanes <= tensor_parallel:
         return []
     key_heads = "kv_lora_rank" if config.is_latent else "num_key_value_heads"
     shared = {
-        "--add-attention-output-bias": config.add_attention_output_bias,
-        "--add-mlp-bias": config.add_mlp_bias,
-        "--qk-layernorm": config.qk_layernorm,
-        f"{flag_name(key_heads)} {getattr(config, key_heads)}": config.num_key_value_heads % config.lanes != 0,
+        "add_attention_output_bias": config.add_attention_output_bias,
+        "add_mlp_bias": config.add_mlp_bias,
+        "qk_layernorm": config.qk_layernorm,
+        key_heads: config.num_key_value_heads % config.lanes != 0,
     }
     return [
-        f"{name} with --lanes {config.lanes} on --tensor-model-parallel-size {tensor_parallel}: the lanes share these "
-        f"weights, so each needs a rank: use --tensor-model-parallel-size {config.lanes}"
+        Problem(
+            {name: getattr(config, name), "lanes": config.lanes, "tensor_model_parallel_size": tensor_parallel},
+            "{} with {lanes} on {tensor_model_parallel_size}: the lanes share these weights, so each needs a rank",
+            f"use {{tensor_model_parallel_size}} {config.lanes}",
+        )
         for name, is_shared in shared.items()
         if is_shared
     ]

@@ -32,8 +32,7 @@ from megatron_ladder.checkpoint.hf_types import (
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
-from megatron_ladder.errors import UserError, Written, raise_user_errors
-from megatron_ladder.flags import flag_name
+from megatron_ladder.errors import UserError, Vocabulary, raise_user_errors
 from megatron_ladder.typed import typed
 
 _TRANSFORMERS = "5.23.0"
@@ -99,16 +98,16 @@ def model_config_from_hf(
         for key, value, expected in errors
     )
     model = ModelConfig(**values)
-    with Written(_spellings(given)).in_messages():
-        raise_user_errors(f"{source}: {error}" for error in model_errors(model))
+    with Vocabulary(str, _spellings(given)).in_messages():
+        raise_user_errors(error.noted(f"{source}: ") for error in model_errors(model))
     return model.canonical()
 
 
 def _spellings(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the key of the file for each flag of a model; keys that are given take precedence over synonyms."""
+    """Return the key of the file for each field of a model; keys that are given take precedence over synonyms."""
     keys = {**FIELDS, **{key: field for fields in ROPE_FIELDS.values() for key, field in fields.items()}}
     keys |= {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
-    return {flag_name(field): key for key, field in sorted(keys.items(), key=lambda item: item[0] in given)}
+    return {field: key for key, field in sorted(keys.items(), key=lambda item: item[0] in given)}
 
 
 def _type_error(model_type: object) -> str:

@@ -93,7 +93,7 @@ def _open_on_all(
             checkpoint = Checkpoint.open(directory)
             errors.add(*refuse(checkpoint))
     checksum = None if checkpoint is None else checkpoint.manifest_checksum
-    messages, checksum = world.broadcast_object((errors.messages, checksum))
+    messages, checksum = world.broadcast_object((errors.problems, checksum))
     raise_user_errors(messages)
     with errors.collect(), reporting_os_errors(directory):
         if world.rank != 0:
@@ -101,7 +101,7 @@ def _open_on_all(
             checkpoint = opened if is_open else Checkpoint.open_unchecked(directory)
             assert checkpoint is not None
             errors.add(*refuse(checkpoint))
-    raise_on_all_ranks(world, errors.messages)
+    raise_on_all_ranks(world, errors.problems)
     assert checkpoint is not None
     return checkpoint
 
@@ -134,7 +134,7 @@ def _load_state(
                     restored[name] = now
         with errors.collect():
             verified.result()
-    raise_on_all_ranks(world, errors.messages)
+    raise_on_all_ranks(world, errors.problems)
     if optimizer:
         state.set_steps_taken(int(counters["steps_taken"]))
     state.copy_masters_to_weights()

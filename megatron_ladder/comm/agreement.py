@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, LostPeerError, Problem, UserError, raise_user_errors
 
 LINGER_SECONDS = 5.0
 """Time for which rank 0 keeps serving the store to ranks that have not read reports with errors; torch prints the stack
@@ -136,14 +136,14 @@ class Peers:
         world_size: int,
         host: Host,
         settings: Mapping[str, Any],
-        errors: Sequence[str],
+        problems: Sequence[Problem],
         timeout: timedelta,
     ) -> None:
         """Learn the hosts of all ranks, and check that none has errors, or other settings than rank 0.
 
         Args:
             settings: JSON-compatible values by label, such as a flag.
-            errors: reasons why this rank cannot start.
+            problems: reasons why this rank cannot start.
 
         Raises:
             UserError: on every rank, with one message per difference or error.
@@ -157,23 +157,25 @@ class Peers:
             )
         settings = {"number of processes": world_size, **settings}
         if rank == 0:
-            store.set(SETTINGS, json.dumps({} if errors else settings))
+            store.set(SETTINGS, json.dumps({} if problems else settings))
         keys = [f"{REPORT}/{number}" for number in range(world_size)]
         with contextlib.suppress(dist.DistStoreError):
-            if not errors:
+            if not problems:
                 self.unless_ended(partial(store.wait, [SETTINGS], timeout), "the settings of rank 0", timeout)
-                errors = list(_differences(settings, json.loads(store.get(SETTINGS))))
-            store.set(keys[rank], json.dumps([host, errors]))
+                problems = list(map(Problem.of, _differences(settings, json.loads(store.get(SETTINGS)))))
+            store.set(keys[rank], json.dumps([host, list(map(vars, problems))]))
             self.unless_ended(partial(store.wait, keys, timeout), "other ranks", timeout)
         arrivals = [f"{ARRIVED}/{number}" for number in range(world_size)]
         missing: list[int] = []
         if not store.check(arrivals):
             missing = [number for number, key in enumerate(arrivals) if not store.check([key])]
-        reports = [] if missing else [json.loads(text) for text in store.multi_get(keys)]
+        reports = [] if missing else [json.loads(report) for report in store.multi_get(keys)]
         store.set(f"{READ}/{rank}", "")
         self.hosts = [Host(*host) for host, _ in reports]
-        by_error = _group_ranks((error, number) for number, (_, errors) in enumerate(reports) for error in errors)
-        if rank == 0 and (missing or by_error):
+        by_problem = _group_ranks(
+            (problem, number) for number, (_, sent) in enumerate(reports) for problem in map(Problem.read, sent)
+        )
+        if rank == 0 and (missing or by_problem):
             # Ends the wait of ranks that arrived later, while rank 0 still serves the store.
             for number in missing:
                 store.set(keys[number], json.dumps([host, []]))
@@ -184,8 +186,8 @@ class Peers:
             text = f"{name_ranks(missing)} of {world_size} did not arrive within {timeout.total_seconds():g} s"
             raise LostPeerError(text, missing)
         raise_user_errors(
-            error if len(ranks) == world_size else f"{self.describe(ranks)}: {error}"
-            for error, ranks in by_error.items()
+            problem if len(ranks) == world_size else problem.noted(f"{self.describe(ranks)}: ")
+            for problem, ranks in by_problem.items()
         )
 
     def beat(self, rank: int, iteration: int, waits: bool = False) -> None:
@@ -269,23 +271,24 @@ def _differences(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> It
             yield f"{label} differs: {ours}, and {theirs} on rank 0: start all processes with the same settings"
 
 
-def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:
-    """Raise a UserError on every rank of a group if any rank has messages; all ranks must call this.
+def raise_on_all_ranks(group: CommGroup, problems: Sequence[Problem]) -> None:
+    """Raise a UserError on every rank of a group if any rank has problems; all ranks must call this.
 
-    The error has the messages of all ranks, each once. Messages that only some ranks have name those ranks.
+    The error has the problems of all ranks, each once. Problems that only some ranks have name those ranks.
     """
-    gathered = zip(group.ranks, group.gather_objects(list(messages)), strict=False)
-    ranks = _group_ranks((line, rank) for rank, lines in gathered for line in dict.fromkeys(lines))
+    gathered = zip(group.ranks, group.gather_objects(list(problems)), strict=False)
+    ranks = _group_ranks((problem, rank) for rank, found in gathered for problem in dict.fromkeys(found))
     combined = [
-        line if len(having) == group.size else f"{line} (on {name_ranks(having)})" for line, having in ranks.items()
+        problem if len(having) == group.size else problem.noted(after=f" (on {name_ranks(having)})")
+        for problem, having in ranks.items()
     ]
     raise_user_errors(group.broadcast_object(combined))
 
 
 @contextlib.contextmanager
-def raising_on_all_ranks(group: CommGroup, flag: str = "") -> Iterator[None]:
-    """Raise a UserError that ends the block on any rank on all of them, as a problem of `flag` if it is given."""
+def raising_on_all_ranks(group: CommGroup, field_name: str = "") -> Iterator[None]:
+    """Raise a UserError that ends the block on any rank on all of them; see `ErrorCollector.collect` for the field."""
     errors = ErrorCollector()
-    with errors.collect(flag):
+    with errors.collect(field_name):
         yield
-    raise_on_all_ranks(group, errors.messages)
+    raise_on_all_ranks(group, errors.problems)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.agreement import Host, Peers
-from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, LostPeerError, Problem, UserError, raise_user_errors
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `deepspeed` and `torchrun` set in each process."""
@@ -215,15 +215,15 @@ def from_rank_0(rank_info: RankInfo, peers: Peers, timeout_minutes: float, look:
             errors = ErrorCollector()
             with errors.collect():
                 findings = look()
-            written = json.dumps([errors.messages, findings])
             # The store accepts bytes, too, up to 8 MB.
+            written = json.dumps([list(map(vars, errors.problems)), findings])
             store.set("findings", zlib.compress(written.encode()))  # type: ignore[arg-type]
         text = peers.unless_ended(partial(store.get, "findings"), "the findings of rank 0", timeout)
-        messages, findings = json.loads(zlib.decompress(text))
+        problems, findings = json.loads(zlib.decompress(text))
     except dist.DistError as error:
         flags = "--load, --save, --distill-from and --streaming"
         raise LostPeerError(f"rank 0 sent no findings about {flags}: {error}", [0]) from error
-    raise_user_errors(messages)
+    raise_user_errors(map(Problem.read, problems))
     return findings
 
 
@@ -236,7 +236,7 @@ def reporting_errors(rank_info: RankInfo, peers: Peers) -> Iterator[None]:
         if rank_info.launched:
             with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
                 timeout = timedelta(seconds=ERROR_SECONDS)
-                peers.agree(rank_info.rank, rank_info.world_size, _find_host(), {}, error.messages, timeout)
+                peers.agree(rank_info.rank, rank_info.world_size, _find_host(), {}, error.problems, timeout)
         raise
 
 

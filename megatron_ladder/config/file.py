@@ -44,11 +44,11 @@ def read_config_file(path: Path, sections: Sequence[type], flag_words: FlagWords
             flag_words.problems.append(f"--config {location}: {twice}")
             continue
         lines[name] = line
-        flag_words.written.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), location)
+        flag_words.written.places |= dict.fromkeys((name, f"no_{name}"), location)
         try:
             if field is not None:
                 if flag_name(key) in field.aliases:
-                    flag_words.written.spellings[field.name] = flag_name(key)
+                    flag_words.written.spellings[keyword_name(field.name)] = flag_name(key)
                 flag_words.words[name] = _words(node, field.value_type)
             elif not read_megatron_flag(flag_name(key), _megatron_words(node), flag_words):
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)

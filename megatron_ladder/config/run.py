@@ -11,7 +11,7 @@ from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.sections import OptimizerConfig, ParallelConfig, Sections, TrainingConfig
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, counted, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary, counted, raise_user_errors
 from megatron_ladder.flags import flag_name, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
@@ -34,7 +34,7 @@ class RunFlags(Sections):
     """Sizes and wiring, some of them still open."""
     given: frozenset[str] = frozenset()
     """Names of the fields that have a value on the command line or in a file."""
-    written: Written = field(default_factory=Written)
+    written: Vocabulary = field(default_factory=Vocabulary)
 
     def describe(self, run: "RunConfig", checkpoint: Path | None = None) -> dict[str, Any]:
         """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
@@ -131,10 +131,10 @@ def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWord
         try:
             read_config_file(Path(path), SECTIONS, in_files)
         except UserError as error:
-            in_files.problems += error.messages
+            in_files.problems += error.problems
             # The flags that the file would set are unknown.
             in_files.faulty |= {flag.field_name for flag in section_flags(*SECTIONS)} - typed.words.keys()
-    overridden = {flag_name(spelling) for name in typed.words for spelling in (name, f"no_{name}")}
+    overridden = {spelling for name in typed.words for spelling in (name, f"no_{name}")}
     places = {flag: place for flag, place in in_files.written.places.items() if flag not in overridden}
     return replace(
         typed,
@@ -142,7 +142,7 @@ def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWord
         problems=in_files.problems + typed.problems,
         faulty=in_files.faulty | typed.faulty,
         accepted=in_files.accepted | typed.accepted,
-        written=Written(in_files.written.spellings | typed.written.spellings, places),
+        written=Vocabulary(typed.written.spell, in_files.written.spellings | typed.written.spellings, places),
     )
 
 
@@ -159,15 +159,16 @@ def to_flags(flag_words: FlagWords, world_size: int = 1) -> RunFlags:
     given = frozenset(name for name, words in flag_words.words.items() if words is not None)
     flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=flag_words.written)
     with flag_words.written.in_messages():
-        errors.add(*(problem for problem in _megatron_problems(flags) if problem.flag in flag_words.accepted))
-        if errors.messages and not has_load:
+        contradictions = _megatron_problems(flags)
+        errors.add(*(problem for problem in contradictions if {*map(flag_name, problem.fields)} & flag_words.accepted))
+        if errors.problems and not has_load:
             with errors.collect():
                 resolve_run(flags, flags.model.vocab_size or 1, world_size)
         errors.raise_if_any()
     return flags
 
 
-def parse_run(argv: Sequence[str], known: Sequence[str] = (), world_size: int = 1) -> RunFlags:
+def parse_run(argv: Sequence[str], known: Sequence[Problem] = (), world_size: int = 1) -> RunFlags:
     """Read the command line; raises UserError with `known` errors and those of `to_flags`."""
     words = read_run_words(argv)
     return to_flags(replace(words, problems=[*known, *words.problems]), world_size)
@@ -208,7 +209,7 @@ def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     """Derive the values that the flags leave open; raises UserError with one line per invalid combination."""
-    errors: list[str] = []
+    errors: list[str | Problem] = []
     training = flags.training
     parallel = flags.parallel
     tensor_parallel = parallel.tensor_model_parallel_size

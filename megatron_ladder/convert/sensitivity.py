@@ -95,7 +95,7 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     if length > model.max_position_embeddings:
         raise UserError(f"--seq-length {length}: the model has only {model.max_position_embeddings} positions")
     errors = ErrorCollector()
-    with errors.collect("--data"):
+    with errors.collect("data"):
         dataset = IndexedDataset(options.data)
         if tokenizer is not None:
             check_tokenizer([dataset], tokenizer)

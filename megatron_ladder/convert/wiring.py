@@ -168,7 +168,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
 
 def _about_source(problem: Problem) -> str:
     """Return an error of the rewired model without the names of flags that a conversion does not have."""
-    text = re.sub(r": (give|use) --.*", "", problem)
+    text = re.sub(r": (give|use) --.*", "", str(problem))
     for name in sorted({*re.findall(r"--[a-z-]+", text)} - _FLAGS):
         text = re.sub(rf"{name}\b", name.removeprefix("--").replace("-", "_"), text)
     return f"{text}; a conversion changes only the wiring: give another one, or none"

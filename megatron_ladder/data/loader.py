@@ -15,6 +15,7 @@ from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.flags import keyword_name
 from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of, same_tokenizer
 
 _PARTS = ("train", "valid")
@@ -94,14 +95,14 @@ def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] =
     datasets: dict[Path, IndexedDataset] = {}
     flag_of = {prefix: flags[part] for (part, _), blend in blends.items() for prefix in blend.prefixes}
     for prefix, flag in flag_of.items():
-        with errors.collect(flag):
+        with errors.collect(keyword_name(flag)):
             datasets[prefix] = IndexedDataset(prefix)
     errors.raise_if_any()
     # Samples.
     shares = _parse_split(data.split) if data_path else None
     opened: dict[tuple[str, str], BlendedSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
-        with errors.collect(flags[part]):
+        with errors.collect(keyword_name(flags[part])):
             source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
             if source is not None:
                 opened[part, name] = source

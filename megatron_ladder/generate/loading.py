@@ -159,7 +159,7 @@ def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
     if errors := tensor_parallel_errors(config, tensor_parallel):
         possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_errors(config, n)]
         sizes = ", ".join(map(str, possible))
-        raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(errors)}")
+        raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(map(str, errors))}")
 
 
 def load_model(
@@ -193,7 +193,7 @@ def load_model(
         with errors.collect():
             if verified is not None:
                 verified.result()
-    raise_on_all_ranks(mesh.world, errors.messages)
+    raise_on_all_ranks(mesh.world, errors.problems)
     return model
 
 

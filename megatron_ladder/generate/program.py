@@ -179,8 +179,8 @@ def _read_standard_input(engine: GenerationEngine, read: Callable[[str], list[Pr
                 prompts = read(sys.stdin.read())
             except UnicodeDecodeError as error:
                 errors.add(f"standard input: not UTF-8: {error.reason} at byte {error.start}")
-    prompts, messages = engine.group.broadcast_object((prompts, errors.messages))
-    raise_user_errors(messages)
+    prompts, problems = engine.group.broadcast_object((prompts, errors.problems))
+    raise_user_errors(problems)
     return prompts
 
 

@@ -116,7 +116,7 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     )
     options = StackOptions(run.parallel.tp_overlap, operations=operations)
     model = LanguageModel(config, frozen_mesh, options, dtype=compute_dtype(run), device=device).requires_grad_(False)
-    with raising_on_all_ranks(mesh.world, "--distill-from"):
+    with raising_on_all_ranks(mesh.world, "distill_from"):
         load_weights(model, teacher.weights)
         # The files of Hugging Face have no checksums.
         if isinstance(teacher.weights, Checkpoint):

@@ -114,20 +114,20 @@ def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
     """Look for checkpoints, teacher and input of --streaming, whose shards `own_shards` receives; create --save."""
     findings = Findings()
     errors = ErrorCollector()
-    with errors.collect("--load"):
+    with errors.collect("load"):
         checkpoint = look_for_checkpoint(flags)
         if checkpoint is not None:
             findings.checkpoint = str(checkpoint.directory)
             flags = complete_flags(flags, checkpoint)
     data = flags.data
-    with errors.collect("--save"):
+    with errors.collect("save"):
         look_into_save(flags)
     if not flags.logging.skip_train:
-        with errors.collect("--distill-from"):
+        with errors.collect("distill_from"):
             teacher = find_teacher(flags)
             findings.teacher = None if teacher is None else str(teacher)
         if data.streaming:
-            with errors.collect("--streaming"):
+            with errors.collect("streaming"):
                 shards, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
                 own_shards.extend(shards)
     errors.raise_if_any()
@@ -160,7 +160,7 @@ def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInp
     errors = ErrorCollector()
     checkpoint = None
     if findings.checkpoint is not None:
-        with errors.collect("--load"):
+        with errors.collect("load"):
             checkpoint = Checkpoint.open_unchecked(Path(findings.checkpoint))
         errors.raise_if_any()
     flags, tokenizer, run = _complete(flags, checkpoint, rank_info.world_size)
@@ -185,7 +185,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
     prompts: tuple[SamplePrompt, ...] = ()
     errors = ErrorCollector()
     if findings.teacher is not None:
-        with errors.collect("--distill-from"):
+        with errors.collect("distill_from"):
             teacher = open_teacher(Path(findings.teacher))
             errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
@@ -195,9 +195,9 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
     if findings.stream is not None:
-        with errors.collect("--streaming"):
+        with errors.collect("streaming"):
             stream = _open_stream(run, tokenizer, checkpoint, findings.stream)
-    with errors.collect("--sample-prompts"):
+    with errors.collect("sample_prompts"):
         prompts = _read_sample_prompts(run, tokenizer, _parses_special_tokens(sources, stream))
     errors.raise_if_any()
     data: dict[str, Any] = {"tokenizer_sha256": None if tokenizer is None else tokenizer.identity}
@@ -266,7 +266,7 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
         with errors.collect():
             require_compiler("--compile-sub-blocks", rank_info.device())
     if run.training.cuda_graph == "true" and rank_info.device().type != "cuda":
-        errors.messages.append("--cuda-graph: this machine has no GPU: leave it out")
+        errors.add("--cuda-graph: this machine has no GPU: leave it out")
     if rank_info.rank == 0:
         with errors.collect():
             check_wandb(run)

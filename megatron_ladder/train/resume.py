@@ -229,7 +229,7 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     ]
 
 
-def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> Iterator[str | Problem]:
     """Yield one line per reason why a run cannot continue with the checkpoint's optimizer and schedule."""
     options, directory = run.checkpoint, checkpoint.directory
     if run.loads_only_weights:

@@ -10,14 +10,18 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, res
 from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 
 def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
-    errors: list[str] = []
+    errors: list[str | Problem] = []
     flags = replace(ModelFlags(), **changes)  # type: ignore[arg-type]
     config = resolve_model(flags, 1000, 2048, tensor_parallel, errors)
-    return config, errors
+    return config, list(map(str, errors))
+
+
+def refused(config: ModelConfig, tensor_parallel: int) -> list[str]:
+    return list(map(str, tensor_parallel_errors(config, tensor_parallel)))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ def test_lanes() -> None:
     config, errors = resolve(residual_mode="ladder", lanes=4, ladder_layers="[3]")
     assert (config.lanes, config.ladder_layers, errors) == (4, (3,), [])
     assert ModelConfig.from_dict(config.to_dict(), "file") == config
-    assert [n for n in (1, 2, 3, 4, 6, 12) if not tensor_parallel_errors(config, n)] == [1, 2, 4]
-    found = tensor_parallel_errors(config, 3)
+    assert [n for n in (1, 2, 3, 4, 6, 12) if not refused(config, n)] == [1, 2, 4]
+    found = refused(config, 3)
     assert any("--lanes 4 is not a multiple of --tensor-model-parallel-size 3" in error for error in found)
     # One lane misses nothing, and without late layers nothing is in flight.
     standard = resolve()[0]
@@ -135,12 +139,12 @@ def test_impossible_models_are_refused(mode: str, changes: dict[str, Any], messa
 
 def test_tensor_parallel_ranks_must_share_evenly() -> None:
     config, _ = resolve(num_key_value_heads=3, ffn_hidden_size=1000)
-    assert [line.split(" ")[0] for line in tensor_parallel_errors(config, 3)] == ["--ffn-hidden-size"]
-    assert tensor_parallel_errors(config, 1) == []
-    found = " ".join(tensor_parallel_errors(config, 8))
+    assert [line.split(" ")[0] for line in refused(config, 3)] == ["--ffn-hidden-size"]
+    assert refused(config, 1) == []
+    found = " ".join(refused(config, 8))
     assert "--num-attention-heads 12" in found and "--num-key-value-heads 3" in found
     # Fewer key-value heads than ranks are replicated.
-    assert tensor_parallel_errors(resolve(num_key_value_heads=2)[0], 4) == []
+    assert refused(resolve(num_key_value_heads=2)[0], 4) == []
     assert [key_value_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4)] == [1, 1, 2]
 
 
@@ -154,8 +158,8 @@ def test_latent_attention() -> None:
     assert ModelConfig.from_dict(config.to_dict(), "file") == config
     assert resolve_model(config.to_flags(), 1000, 2048, 1, []) == config
     # Lanes of a rank would share the latent.
-    assert not tensor_parallel_errors(config, 4)
-    (error,) = tensor_parallel_errors(config, 2)
+    assert not refused(config, 4)
+    (error,) = refused(config, 2)
     assert error.startswith("--kv-lora-rank 32 with --lanes 4 on --tensor-model-parallel-size 2: the lanes share")
 
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host, Peers, name_ranks
 from megatron_ladder.comm.watch import _silent_ranks
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import LostPeerError, Problem, UserError
 from tests.helpers.commands import free_port
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
@@ -26,7 +26,7 @@ SOON = timedelta(seconds=20)
 class Rank(NamedTuple):
     host: Host
     settings: Mapping[str, object] = {}
-    errors: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
 
 
 def meet(
@@ -75,7 +75,7 @@ def test_every_difference_is_named_on_every_rank() -> None:
 @pytest.mark.parametrize("failing", [0, 3])
 def test_all_ranks_raise_the_errors_of_one(failing: int) -> None:
     ranks = [Rank(host, {"--lr": 0.1}) for host in HOSTS]
-    ranks[failing] = Rank(HOSTS[failing], {}, ["no data", "no folder"])
+    ranks[failing] = Rank(HOSTS[failing], {}, [Problem.of("no data"), Problem.of("no folder")])
     where = f"rank {failing} on {HOSTS[failing]}"
     assert [messages(result) for result in meet(ranks)] == [(f"{where}: no data", f"{where}: no folder")] * 4
 
@@ -88,7 +88,7 @@ def test_rank_0_serves_its_store_until_all_ranks_have_read_the_reports() -> None
 
     def fail() -> None:
         with pytest.raises(UserError, match="no data"):
-            Peers(board=store).agree(0, 2, HOSTS[0], {}, ["no data"], SOON)
+            Peers(board=store).agree(0, 2, HOSTS[0], {}, [Problem.of("no data")], SOON)
 
     serving = threading.Thread(target=fail)
     serving.start()

@@ -30,7 +30,7 @@ from megatron_ladder.comm.symmetric import (
     check_peers,
     select_all_reduce,
 )
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import LostPeerError, Problem, UserError
 from megatron_ladder.train import setup
 from tests.helpers.steps import RECIPE
 from tests.helpers.training import run_of
@@ -238,8 +238,8 @@ def test_one_shot_sums_need_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch)
     handle: Any = fake.group
-    group, others = CommGroup([0, 1], 0, handle), {str: "a", list: list[str]()}
-    another_cannot_map = list[str]()
+    group, others = CommGroup([0, 1], 0, handle), {str: "a", list: list[Problem]()}
+    another_cannot_map = list[Problem]()
 
     def gather(self: CommGroup, value: object) -> list[object]:
         return [value, others[type(value)] or (another_cannot_map if fake.rendezvous else [])]
@@ -260,7 +260,7 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
 
     assert select("auto") and select("symmetric") and not select("nccl")
     assert not select("auto", torch.float16)
-    another_cannot_map.append("invalid device")
+    another_cannot_map.append(Problem.of("invalid device"))
     assert_impossible("invalid device")
     another_cannot_map.clear()
     fake.error = RuntimeError("no memory")

@@ -31,7 +31,7 @@ def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")
 def resume_from(checkpoint: Any, words: str) -> tuple[RunConfig, list[str]]:
     flags = complete_flags(parse_run(f"{BASE} {words}".split()), checkpoint)
     run = resolve_run(flags, 100, 1)
-    return run, [message.split(":")[0] for message in resume_problems(flags, run, checkpoint)]
+    return run, [str(problem).split(":")[0] for problem in resume_problems(flags, run, checkpoint)]
 
 
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
-from megatron_ladder.errors import expected_one_of
+from megatron_ladder.errors import Vocabulary, expected_one_of
 
 POSITIONS = 8192
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
@@ -148,7 +148,6 @@ def find_size(text: str) -> ModelConfig:
     if heads == 0 or hidden % heads:
         raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
     shape = _shape(text)
-    errors = [*model_errors(shape)]
-    if errors:
-        raise ValueError("; ".join(error.removeprefix("--") for error in errors))
+    if problems := [problem.render(Vocabulary(str)) for problem in model_errors(shape)]:
+        raise ValueError("; ".join(problems))
     return shape

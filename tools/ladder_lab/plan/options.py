@@ -194,7 +194,7 @@ def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) 
     length = options.seq_length if isinstance(options, LayoutOptions) else options.prompt + options.generate
     path = Path(options.model)
     if flags.vocab_size is not None:
-        errors: list[str] = []
+        errors: list[str | Problem] = []
         model = resolve_model(replace(flags, ladder_layers=None), flags.vocab_size, length, 1, errors)
         raise_user_errors(errors)
         name = f"{flags.num_layers} layers of {flags.hidden_size:,}"

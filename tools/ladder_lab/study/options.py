@@ -16,7 +16,7 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import active_parameters
 from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import ErrorCollector, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, raise_user_errors
 from megatron_ladder.flags import flag, flag_name
 
 OWN_LINK = "own"
@@ -130,7 +130,7 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)
     words = argv[1:split]
     training_flags = tuple(argv[split + 1 :])
-    errors: list[str] = []
+    errors: list[str | Problem] = []
     options, *grid = parse_command_line(SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command])
     errors += [
         f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"

@@ -27,9 +27,8 @@ from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
-from megatron_ladder.errors import ErrorCollector, ExitCode
+from megatron_ladder.errors import ErrorCollector, ExitCode, Problem
 from megatron_ladder.files import write_atomically
-from megatron_ladder.flags import flag_name
 from megatron_ladder.processes import end_children, start_child
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,8 +114,8 @@ def read_training_flags(words: tuple[str, ...]) -> RunFlags:
     return parse_run([*_PLACEHOLDERS, *words])
 
 
-def training_flag_errors(words: Sequence[str]) -> list[str]:
-    """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
+def training_flag_errors(words: Sequence[str]) -> list[Problem]:
+    """Return one problem for each flag after -- that the trainer does not know, or that a study sets."""
     errors = ErrorCollector()
     with errors.collect():
         parse_run([*_PLACEHOLDERS, *words])
@@ -124,7 +123,8 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
     words_of_flags = read_run_words(words).words
     problem = "a study sets this flag for each trial: remove it, see --help"
     set_twice = [name for name in _STUDY_FIELDS if name in words_of_flags]
-    return errors.messages + [f"{flag_name(name)} after --: {problem}" for name in set_twice]
+    errors.add(*(Problem({name: None}, "{} after --", problem) for name in set_twice))
+    return errors.problems
 
 
 def common_flags(request: Request) -> tuple[str, ...]:
