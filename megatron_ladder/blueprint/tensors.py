@@ -189,6 +189,7 @@ class Branch:
 class SubBlockTensors:
     """The tensors of one sub-block."""
 
+    layer: int
     wired: WiredSubBlock
     norm: TensorSpec
     branches: tuple[Branch, ...]
@@ -337,7 +338,7 @@ def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...
             names = [name for name in wired.kind.branches if name != "shared_expert" or has_shared_expert]
             branches = tuple(_branch(config, layer, name) for name in names)
             shares_norm = wired.kind.norm in norms
-            tensors.append(SubBlockTensors(wired, _norm(config, layer, wired), branches, shares_norm))
+            tensors.append(SubBlockTensors(layer, wired, _norm(config, layer, wired), branches, shares_norm))
             norms.add(wired.kind.norm)
         layers.append(tuple(tensors))
     return tuple(layers)

@@ -25,6 +25,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
+from megatron_ladder.model.stats import PassStats
 
 PRIVATE_PARTS = {
     "ops": {
@@ -92,6 +93,17 @@ def _mpu(mesh: ProcessMesh) -> SimpleNamespace:
     return SimpleNamespace(**functions)
 
 
+class _Stage(nn.Module):
+    """The module that DeepSpeed calls and hooks."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, PassStats]:
+        return self.model.stage(*inputs, **options)
+
+
 class DeepSpeedEngine(Engine):
     """Runs the passes of DeepSpeed's engine, which is `wrapped`."""
 
@@ -107,7 +119,7 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         """`config` is DeepSpeed's."""
         self.wrapped, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
+            model=_Stage(model), optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
         )
         stage = config["zero_optimization"]["stage"]
         is_offloaded = "offload_optimizer" in config["zero_optimization"]
@@ -115,13 +127,16 @@ class DeepSpeedEngine(Engine):
         zero_optimizer = zero_class(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded)
         super().__init__(model, zero_optimizer, mesh, device)
 
-    def forward(self, inputs: StageInputs, *, scales: LossScales | None = None, **options: Any) -> Tensor:
-        if scales is None:
-            return super().forward(inputs, **options)
-        # DeepSpeed averages gradients over the data-parallel ranks.
-        scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
-        loss: Tensor = self.wrapped(*inputs.tensors, context=inputs.context, scales=scales, **options)
-        return loss
+    def forward(
+        self, inputs: StageInputs, *, scales: LossScales | None = None, **options: Any
+    ) -> tuple[Tensor, PassStats]:
+        # DeepSpeed averages gradients over the data-parallel ranks. Its engine takes part in training only.
+        module = self.wrapped.module
+        if scales is not None:
+            module = self.wrapped
+            scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
+        result, stats = module(*inputs.tensors, context=inputs.context, scales=scales, **options)
+        return result, stats
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:
         assert isinstance(end, Tensor), "there are no pipeline stages"

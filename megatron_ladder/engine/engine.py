@@ -15,10 +15,11 @@ from megatron_ladder.engine.graph import CapturedPasses, RunPass
 from megatron_ladder.engine.schedule import Pass, PassClock, Slot, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
+from megatron_ladder.model.stats import PassStats, StepStats
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
-`LanguageModel.forward` takes them."""
+`LanguageModel.stage` takes them."""
 
 
 class Engine:
@@ -38,27 +39,33 @@ class Engine:
         self._mesh = mesh
         self._device = device
 
-    def train(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> Tensor:
+    def train(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> StepStats:
         """Run forward and backward of a step, with reduced gradients at the end.
 
-        Return this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
+        Return the sums of this rank's passes, which the next step may overwrite.
         """
         if self.passes is not None:
             run_slots = functools.partial(self._run_slots, micro_batches, True)
-            loss = self.passes.run(self._slots(len(micro_batches), True), micro_batches, scales, run_slots)
-            if loss is not None:
-                return loss
+            captured = self.passes.run(self._slots(len(micro_batches), True), micro_batches, scales, run_slots)
+            if captured is not None:
+                return captured
         with self.optimizer.reducing(len(micro_batches)):
-            losses = self.run_passes(micro_batches, trains=True, scales=scales)
-        return sum(losses, torch.zeros((), device=self._device))
+            losses, stats = self.run_passes(micro_batches, trains=True, scales=scales)
+        for loss in losses:
+            stats.loss += loss
+        return stats
 
-    def run_passes(self, micro_batches: Sequence[ModelInputs], trains: bool, **options: Any) -> list[Tensor]:
+    def run_passes(
+        self, micro_batches: Sequence[ModelInputs], trains: bool, **options: Any
+    ) -> tuple[list[Tensor], StepStats]:
         """Run the passes of this rank's stage over each micro-batch, in the order of its schedule, without graphs.
 
-        Return what the model returns for each micro-batch, without its graph; an empty list on stages other than the
-        last. `options` are keyword arguments of `LanguageModel.forward`. If `trains` is set, backward runs too.
+        Return the loss or the predictions of each micro-batch, without its graph, which stages other than the last do
+        not have, and the sums of the passes. `options` are keyword arguments of `LanguageModel.stage`. If `trains` is
+        set, backward runs too.
         """
         outputs: list[Tensor] = []
+        stats = self._model.new_step_stats()
         graphs: dict[Pass, tuple[Tensor | None, Tensor | GradientEdge]] = {}
         """For each backward pass, the state that entered the chunk, and where its graph ends."""
 
@@ -69,7 +76,8 @@ class Engine:
                 return None if entered is None else entered.grad
             if received is not None:
                 received.requires_grad_(trains)
-            leaving = self.forward(inputs, entering=received, chunk=work.chunk, **options)
+            leaving, pass_stats = self.forward(inputs, entering=received, chunk=work.chunk, **options)
+            stats.add(pass_stats)
             ends = self._model.ends_in(work.chunk)
             if ends:
                 outputs.append(leaving.detach())
@@ -83,7 +91,7 @@ class Engine:
                 return run_pass(work, inputs, received)
 
         self._run_slots(micro_batches, trains, run_measured)
-        return outputs
+        return outputs, stats
 
     def _slots(self, micro_batches: int, trains: bool) -> Sequence[Slot]:
         pipeline = self._mesh.pipeline
@@ -112,10 +120,9 @@ class Engine:
         if trains:
             self.clock = clock
 
-    def forward(self, inputs: StageInputs, **options: Any) -> Tensor:
-        """Return what `LanguageModel.forward` returns: a state, a loss or predictions."""
-        leaving: Tensor = self._model(*inputs.tensors, context=inputs.context, **options)
-        return leaving
+    def forward(self, inputs: StageInputs, **options: Any) -> tuple[Tensor, PassStats]:
+        """See `LanguageModel.stage`."""
+        return self._model.stage(*inputs.tensors, context=inputs.context, **options)
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:
         """Run backward from the loss, or from the end of a graph with the gradient of its state."""

@@ -59,6 +59,7 @@ from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.rotary import RotaryTable
+from megatron_ladder.model.stats import StepStats
 from megatron_ladder.progress import print_rank_0
 
 _WARM_UP_STEPS = 3
@@ -134,7 +135,7 @@ class CapturedPasses:
         self._device = module.device
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         self._scales = LossScales(zero, zero.clone())
-        self._loss_sum = torch.zeros((), device=self._device)
+        self._stats = module.new_step_stats()
 
     def run(
         self,
@@ -142,10 +143,10 @@ class CapturedPasses:
         micro_batches: Sequence[Sequence[Any]],
         scales: LossScales,
         run_slots: Callable[[RunPass], None],
-    ) -> Tensor | None:
-        """Run forward and backward of a step, and return its loss, or None if it uses no graphs.
+    ) -> StepStats | None:
+        """Run forward and backward of a step, and return the sums of its passes, which the next step overwrites.
 
-        `run_slots` runs the slots with what runs a pass.
+        Return None if the step uses no graphs. `run_slots` runs the slots with what runs a pass.
         """
         if not self._uses_graphs():
             return None
@@ -154,11 +155,11 @@ class CapturedPasses:
         assert len(micro_batches) == self._micro_batches, "all steps have equally many micro-batches"
         for captured_scale, scale in zip(self._scales, scales, strict=True):
             captured_scale.copy_(scale)
-        self._loss_sum.zero_()
+        self._stats.clear()
         run_slots(self._replay)
         if None in self._graphs:
             self._graphs[None].replay()
-        return self._loss_sum.clone()
+        return self._stats
 
     def measuring(self, work: Pass) -> AbstractContextManager[None]:
         """Return a context that measures the memory of a pass without graphs, if the next step is captured."""
@@ -300,9 +301,12 @@ class CapturedPasses:
         entered = None if slot.entering is None else slot.entering.detach().requires_grad_()
         with self._capturing(stream, slot.pool, key):
             tensors, context = slot.inputs
-            leaving = self._module(*tensors, context=context, entering=entered, chunk=work.chunk, scales=self._scales)
+            leaving, stats = self._module.stage(
+                *tensors, context=context, entering=entered, chunk=work.chunk, scales=self._scales
+            )
+            self._stats.add(stats)
             if chunk.leaving is None:
-                self._loss_sum += leaving.detach()
+                self._stats.loss += leaving.detach()
                 return _Recorded(entered, leaving)
             chunk.leaving.copy_(leaving.detach())
             return _Recorded(entered, get_gradient_edge(leaving))

@@ -54,14 +54,8 @@ from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import share_gradient
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.sub_block import (
-    Output,
-    SequenceContext,
-    SubBlock,
-    add_losses,
-    output_parts,
-    walk,
-)
+from megatron_ladder.model.stats import PassStats
+from megatron_ladder.model.sub_block import Output, SequenceContext, SubBlock, output_parts, walk
 from megatron_ladder.parallel.products import InputGradient, reached_by_backward
 from megatron_ladder.torch_private import run_backward
 
@@ -134,11 +128,7 @@ def _crossing_reads(plan: ReadPlan, cut: int) -> list[range]:
 
 
 class ForwardRecord:
-    """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs.
-
-    Attributes:
-        losses: those of the bodies, summed by name.
-    """
+    """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs."""
 
     def __init__(
         self,
@@ -163,7 +153,6 @@ class ForwardRecord:
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._collected: dict[RMSNorm, tuple[GradientEdge, Tensor]] = {}
         """For some norms a leaf that stands in for the weight, and what its gradient goes to."""
-        self.losses: dict[str, Tensor] = {}
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
         self._crossing_norms = self.mirror.crossing_norms(steps, self.first)
         self._extra_arguments: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -179,24 +168,25 @@ class ForwardRecord:
         leaves = (read.detach().requires_grad_() for read in self.steps[step].reads(stream, missing))
         return stream, [self._read(step, leaf, with_graph=not self.steps[step].recompute) for leaf in leaves]
 
-    def start(self, step: int, reading: list[LocalReading], launch: Launch) -> Output:
+    def start(self, step: int, reading: list[LocalReading], launch: Launch) -> tuple[Output, PassStats]:
         """See `ForwardPass.start`."""
         sub_block = self.steps[step]
+        stats = PassStats()
         parts: list[Tensor] = []
         lanes: list[_Graph | LocalReading | Tensor] = []
         for lane, read in enumerate(reading):
             if sub_block.recompute:
                 assert read.whole is not None
-                part, losses, extra_arguments = sub_block.lanes[lane](read.whole.wait(), self.context)
+                part, lane_stats, extra_arguments = sub_block.lanes[lane](read.whole.wait(), self.context)
                 self._extra_arguments[step, lane] = extra_arguments
                 lanes.append(read.stream)
             else:
-                graph, part, losses = self._build(step, lane, read)
+                graph, part, lane_stats = self._build(step, lane, read)
                 lanes.append(graph)
-            add_losses(self.losses, losses)
+            stats = stats.plus(lane_stats)
             parts.append(part)
         self._lanes.append(lanes)
-        return sub_block.start_sum(parts, launch)
+        return sub_block.start_sum(parts, launch), stats
 
     def gather_again(self, step: int) -> None:
         """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
@@ -264,18 +254,18 @@ class ForwardRecord:
             torch.autograd.backward([edge], [leaf.grad])
         self._collected.clear()
 
-    def _build(self, step: int, lane: int, reading: LocalReading) -> tuple[_Graph, Tensor, dict[str, Tensor]]:
-        """Run a body with a graph, and return the graph, the partial sum and the losses. The graph keeps an edge to the
+    def _build(self, step: int, lane: int, reading: LocalReading) -> tuple[_Graph, Tensor, PassStats]:
+        """Run a body with a graph, and return the graph, the partial sum and the stats. The graph keeps an edge to the
         partial sum and not the tensor, whose storage the reduce overwrites."""
         assert reading.whole is not None
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             body = self.steps[step].lanes[lane]
             extra_arguments = self._extra_arguments.pop((step, lane), ())
-            partial, losses, _ = body(normed, self.context, reading.input_gradient, *extra_arguments)
-        edges = {name: get_gradient_edge(loss) for name, loss in losses.items()}
+            partial, stats, _ = body(normed, self.context, reading.input_gradient, *extra_arguments)
+        edges = {name: get_gradient_edge(loss) for name, loss in stats.losses.items()}
         graph = _Graph(reading._replace(whole=None), get_gradient_edge(partial), edges)
-        return graph, partial.detach(), {name: loss.detach() for name, loss in losses.items()}
+        return graph, partial.detach(), stats.detached()
 
 
 class _BackwardWalk:
@@ -455,19 +445,20 @@ def _run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, gradien
 
 class _MirroredRange(Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> tuple[Any, ...]:
         ctx.record = record
-        leaving = walk(state, record, record.plan, record.first, record.launch, record.queue)
-        # Not the tensors of the record: what is returned leads to this function, which holds the record.
-        return leaving, *(loss.detach() for loss in record.losses.values())
+        leaving, stats = walk(state, record, record.plan, record.first, record.launch, record.queue)
+        ctx.loss_names = [*stats.losses]
+        # Only tensors outside of other objects get a gradient.
+        return leaving, stats, *stats.losses.values()
 
     @staticmethod
-    def backward(ctx: Any, state_gradient: Tensor, *losses: Tensor) -> tuple[Tensor, None]:
-        named = dict(zip(ctx.record.losses, losses, strict=True))
+    def backward(ctx: Any, state_gradient: Tensor, _: None, *losses: Tensor) -> tuple[Tensor, None]:
+        named = dict(zip(ctx.loss_names, losses, strict=True))
         return _BackwardWalk(ctx.record, state_gradient, named).run(), None
 
 
-def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
+def walk_mirrored(state: Tensor, record: ForwardRecord) -> tuple[Tensor, PassStats]:
     """Walk a range forward, such that its backward follows the mirrored rule.
 
     Parameters get their gradients from inside that backward, as under reentrant checkpointing.
@@ -475,7 +466,5 @@ def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
     if not state.requires_grad:
         # The embedding is frozen.
         state = reached_by_backward(state)
-    leaving, *losses = _MirroredRange.apply(state, record)
-    add_losses(record.context.losses, dict(zip(record.losses, losses, strict=True)))
-    result: Tensor = leaving
-    return result
+    leaving, stats, *losses = _MirroredRange.apply(state, record)
+    return leaving, stats._replace(losses=dict(zip(stats.losses, losses, strict=True)))

@@ -14,6 +14,7 @@ Layouts: x [s, b, h]; n = s b tokens; scores [s, b, E]; rows of tokens sorted by
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,7 @@ from megatron_ladder.blueprint.wiring import BranchKind
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
+from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.products import (
@@ -41,15 +43,13 @@ _PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.ATTENTION: Attentio
 
 
 class Router(ParallelModule):
-    """The matrix [E, h] of the router, and what follows the loads of the experts.
+    """The matrix [E, h] of the router, and the bias that follows the loads of the experts.
 
     Attributes:
-        loads: how many tokens chose each expert in training since the loads were last taken, [E] int64.
         expert_bias: what the choice adds to the scores, [E] fp32, or None.
     """
 
     weight: nn.Parameter
-    loads: Tensor
     expert_bias: Tensor | None
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
@@ -57,7 +57,6 @@ class Router(ParallelModule):
         weight = branch.router["weight"]
         # Each rank has the gradient of its part of the experts' outputs.
         self.add_parameter("weight", [weight], build, is_partial=True)
-        self.register_buffer("loads", torch.zeros(weight.shape[0], dtype=torch.int64, device=build.device), False)
         if "expert_bias" in branch.router:
             self.add_state("expert_bias", branch.router["expert_bias"], build)
         else:
@@ -97,40 +96,30 @@ class _ExpertMatrices(ParallelModule):
         return run_experts(x, matrices, weights, rows, kept_rows, self.swiglu, input_gradient)
 
 
-class _RoutedExperts(Body):
-    """Router and experts. Recomputation does not choose again."""
+class _RoutedExperts(nn.Module):
+    """Router and experts."""
 
-    def __init__(self, build: BuildContext, tensors: SubBlockTensors) -> None:
+    def __init__(self, build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> None:
         super().__init__()
-        (branch,) = tensors.branches
         self.config = build.config
         self.options = build.experts
+        self.layer = tensors.layer
         self.sums_input = build.mesh.stream.shards == 1
         self.router = Router(build, branch)
         self.matrices = _ExpertMatrices(build, branch)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        *earlier_choice: Tensor,
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None, choice: Sequence[Tensor]
     ) -> BodyOutput:
-        """See `Body`; what it keeps are the experts of each token, [s, b, k]."""
+        """Return what `Experts` does without its other branches; `choice` may contain the experts of each token."""
         x = normed
         if input_gradient is None and self.sums_input:
             x = copy_to_tensor_parallel_region(normed, self.router.group)
         logits = self.router(x, input_gradient)
         scores = logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
-        (chosen,) = earlier_choice or (_choose(self.config, scores.detach(), self.router.expert_bias),)
-        losses = {}
-        if context.losses is not None:
-            token_mask = torch.ones_like(chosen[..., 0]) if context.token_mask is None else context.token_mask.long()
-            losses = self._losses(logits, scores, chosen, token_mask)
-            if not earlier_choice:
-                self.router.loads += _count(chosen, token_mask, len(self.router.loads)).sum(0)
-        partial = self.matrices(x, chosen, self._weights(scores, chosen), input_gradient)
-        return BodyOutput(partial, losses, (chosen,))
+        (chosen,) = choice or (_choose(self.config, scores.detach(), self.router.expert_bias),)
+        stats = self._stats(logits, scores, chosen, context.token_mask) if context.counts else PassStats()
+        return BodyOutput(self.matrices(x, chosen, self._weights(scores, chosen), input_gradient), stats, (chosen,))
 
     def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         weights = scores.gather(-1, chosen)
@@ -140,25 +129,27 @@ class _RoutedExperts(Body):
             weights = weights / (total + 1e-20 if self.config.moe_router_score_function == "sigmoid" else total)
         return weights * self.config.moe_router_topk_scaling_factor
 
-    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, token_mask: Tensor) -> dict[str, Tensor]:
-        """Return the losses summed over tokens; `token_mask` [s, b] is 1, or 0 for padding.
+    def _stats(self, logits: Tensor, scores: Tensor, chosen: Tensor, token_mask: Tensor | None) -> PassStats:
+        """Return losses and loads.
 
         The balancing loss of a sequence of n tokens is n E sum f P (arXiv 2101.03961), where f is each expert's
         share of the choices, and P its mean score.
         """
         options = self.options
+        counted = torch.ones_like(chosen[..., 0]) if token_mask is None else token_mask.long()
+        loads = _count(chosen, counted, scores.shape[-1])
         losses = {}
         if options.balancing:
-            shares = (scores / scores.sum(-1, keepdim=True) * token_mask.unsqueeze(-1)).sum(0)
-            loads = _count(chosen, token_mask, scores.shape[-1])
-            tokens = token_mask.sum(0)
+            shares = (scores / scores.sum(-1, keepdim=True) * counted.unsqueeze(-1)).sum(0)
+            balanced = loads
+            tokens = counted.sum(0)
             if options.balancing_of == "aux_loss":
-                shares, loads, tokens = (each.sum(0, keepdim=True) for each in (shares, loads, tokens))
-            unbalanced = ((loads * shares).sum(-1) / tokens.clamp(min=1)).sum()
+                shares, balanced, tokens = (each.sum(0, keepdim=True) for each in (shares, loads, tokens))
+            unbalanced = ((balanced * shares).sum(-1) / tokens.clamp(min=1)).sum()
             losses[BALANCING_LOSS] = options.balancing * scores.shape[-1] / chosen.shape[-1] * unbalanced
         if options.z_loss:
-            losses[ROUTER_Z_LOSS] = options.z_loss * (logits.logsumexp(-1).square() * token_mask).sum()
-        return losses
+            losses[ROUTER_Z_LOSS] = options.z_loss * (logits.logsumexp(-1).square() * counted).sum()
+        return PassStats(losses, {self.layer: loads.sum(0)})
 
 
 class Experts(Body):
@@ -168,11 +159,10 @@ class Experts(Body):
         super().__init__()
         self.parallel_bodies = nn.ModuleList()
         for branch in tensors.branches:
-            branch_tensors = replace(tensors, branches=(branch,))
             if branch.kind is BranchKind.EXPERTS:
-                self.routed = _RoutedExperts(build, branch_tensors)
+                self.routed = _RoutedExperts(build, tensors, branch)
             else:
-                body = _PARALLEL_BODIES[branch.kind](build, number, branch_tensors)
+                body = _PARALLEL_BODIES[branch.kind](build, number, replace(tensors, branches=(branch,)))
                 self.parallel_bodies.append(body)
 
     def forward(
@@ -182,8 +172,8 @@ class Experts(Body):
         input_gradient: InputGradient | None = None,
         *earlier_choice: Tensor,
     ) -> BodyOutput:
-        """See `Body`."""
-        routed = self.routed(normed, context, input_gradient, *earlier_choice)
+        """See `Body`; what it keeps are the experts of each token, [s, b, k]. Recomputation does not choose again."""
+        routed: BodyOutput = self.routed(normed, context, input_gradient, earlier_choice)
         others = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
         return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
 
@@ -210,11 +200,11 @@ def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
     return scores.topk(config.moe_router_topk, dim=-1).indices
 
 
-def _count(chosen: Tensor, token_mask: Tensor, experts: int) -> Tensor:
+def _count(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
     """Return how many tokens of each sequence chose each expert, [b, E]; the host does not wait.
 
-    `chosen` is [s, b, k], and `token_mask` [s, b] is 1, or 0 for padding.
+    `chosen` is [s, b, k], and `counted` [s, b] is 1, or 0 for padding.
     """
     loads = torch.zeros(chosen.shape[1], experts, dtype=torch.int64, device=chosen.device)
-    counts = token_mask.unsqueeze(-1).expand_as(chosen)
+    counts = counted.unsqueeze(-1).expand_as(chosen)
     return loads.scatter_add_(1, *(each.transpose(0, 1).flatten(1) for each in (chosen, counts)))

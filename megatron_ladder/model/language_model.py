@@ -4,7 +4,7 @@ Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pendin
 logits_shard_v [s, b, padded V / t].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
+from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
 from megatron_ladder.parallel.vocabulary import (
@@ -49,7 +50,7 @@ class StageInputs(NamedTuple):
     """A micro-batch as all chunks of a rank read it."""
 
     tensors: Sequence[Any]
-    """The arguments of `LanguageModel.forward` that have a position."""
+    """The arguments of `LanguageModel.stage` that have a position."""
     context: SequenceContext
 
 
@@ -112,7 +113,6 @@ class LanguageModel(nn.Module):
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._table: RotaryTable | None = None
         """That of the last micro-batch whose positions counted from 0 in every row."""
-        self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
         self.lm_head: VocabParallelHead | None = None
@@ -138,14 +138,21 @@ class LanguageModel(nn.Module):
 
     def hidden_states(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """Token ids [b, s] -> the complete stream after the last layer, [s, b, h], or this rank's positions of it."""
-        return self.stack(self.embedding(tokens).unsqueeze(0), context)[0]
+        state, _ = self.stack(self.embedding(tokens).unsqueeze(0), context)
+        hidden_states: Tensor = state[0]
+        return hidden_states
 
     def logits_shard(self, hidden_states: Tensor) -> Tensor:
         """The stream -> this rank's logits [s, b, padded V / t]; columns from `head.valid` on are padding."""
         normed = self.final_norm(hidden_states)
         return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
-    def forward(
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Return the first result of `stage`, with its arguments."""
+        result, _ = self.stage(*inputs, **options)
+        return result
+
+    def stage(
         self,
         tokens: Tensor,
         labels: Tensor,
@@ -159,11 +166,12 @@ class LanguageModel(nn.Module):
         chunk: int = 0,
         scales: LossScales | None = None,
         predicts: bool = False,
-    ) -> Tensor:
-        """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
+    ) -> tuple[Tensor, PassStats]:
+        """Run a chunk of layers; return the state that leaves it, and what the pass counts in training.
 
-        A chunk of layers other than the last one returns the state that leaves it. Backward from what is returned also
-        runs that of the extra losses, whose values `take_extra_losses` returns.
+        The last chunk of the model returns instead of a state the loss summed over the target tokens that count, or the
+        `predictions` if `predicts` is set. Backward from the state or loss also runs that of the extra losses, which
+        are among the `PassStats`.
 
         Args:
             tokens: [b, s] int64; only the model's first chunk reads them.
@@ -178,31 +186,32 @@ class LanguageModel(nn.Module):
         The loss is a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. Other ids than those
         of the vocabulary raise RuntimeError; on a GPU, a later call raises it.
         """
+        trains = torch.is_grad_enabled()
         soft = None
-        if self.distillation is not None and torch.is_grad_enabled():
+        if self.distillation is not None and trains:
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
         if context is None:
             context = self.training_context(tokens, positions, lengths, document_bounds)
-        # The chunks of a micro-batch share the context, but not the losses.
-        context = context._replace(losses={} if torch.is_grad_enabled() else None)
         if entering is None:
             self._check_ids(self._is_word(tokens))
             entering = self.embedding(tokens).unsqueeze(0)
-        leaving = self.stack(entering, context, chunk)
-        leaving = self._with_losses_of_bodies(leaving, context, 1.0 if scales is None else scales.tokens)
+        leaving, stats = self.stack(entering, context._replace(counts=trains), chunk)
+        if stats.losses:
+            leaving = _Carrying.apply(leaving, 1.0 if scales is None else scales.tokens, *stats.losses.values())
+            stats = stats.detached()
         if not self.ends_in(chunk):
-            return leaving
+            return leaving, stats
         self._check_ids(self._is_word(labels) | (labels == IGNORED))
         if predicts:
-            return self.predictions(leaving[0], labels)
+            return self.predictions(leaving[0], labels), stats
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
-        trains = torch.is_grad_enabled()
         weights = None if loss_mask is None else loss_mask.t()
-        losses = self._loss(leaving[0], Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft))
+        targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft)
+        losses = self._loss(leaving[0], targets)
         if trains:
-            self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
-        return losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
+            stats = stats.plus(PassStats(dict(zip(self._head_losses, losses[1:], strict=True))).detached())
+        return losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype), stats
 
     def _is_word(self, ids: Tensor) -> Tensor:
         return (ids >= 0) & (ids < self.config.vocab_size)
@@ -226,22 +235,6 @@ class LanguageModel(nn.Module):
         shape = slots, length // self.stack.layout.shards, rows, self.config.hidden_size
         return next(self.stack.parameters()).new_empty(shape)
 
-    def _with_losses_of_bodies(self, x: Tensor, context: SequenceContext, scale: Tensor | float) -> Tensor:
-        """Return x; its backward also runs that of the bodies' losses, with the gradient `scale`."""
-        if not context.losses:
-            return x
-        self._add_extra_losses(context.losses)
-        carrying: Tensor = _Carrying.apply(x, scale, *context.losses.values())
-        # Backward holds the context. Through these losses it would hold itself, and never be freed.
-        context.losses.clear()
-        return carrying
-
-    def _add_extra_losses(self, losses: Mapping[str, Tensor]) -> None:
-        for name, loss in losses.items():
-            place = self.extra_losses.index(name)
-            self._extra_loss_sums = self._extra_loss_sums.to(loss.device)
-            self._extra_loss_sums[place] += loss.detach()
-
     def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
 
@@ -254,32 +247,16 @@ class LanguageModel(nn.Module):
         losses: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
         return losses
 
-    def take_extra_losses(self, scales: LossScales | None = None) -> Tensor:
-        """Return each of the `extra_losses` since the last call, fp64, and forget them.
+    def new_step_stats(self) -> StepStats:
+        """Return zeros that the passes of a step add to."""
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
+        return StepStats(self.extra_losses, self.config.moe_layers, self.config.num_experts, wide, self.device)
 
-        Without scales they are sums: those of the head over target tokens, and those of bodies over tokens.
-        """
-        taken = self._extra_loss_sums.clone()
-        # In place, because a captured pass adds to this tensor.
-        self._extra_loss_sums.zero_()
-        if scales is None:
-            return taken
-        of_head, of_bodies = len(self._head_losses), len(self.stack.loss_names)
-        factors = torch.cat([scales.targets.expand(of_head), scales.tokens.expand(of_bodies)])
-        return to_device(taken, factors.device) * factors
-
-    @torch.no_grad()
-    def take_loads(self, device: torch.device) -> Tensor:
-        """Return how many tokens, without padding, have chosen each expert in training since the last call, fp64.
-
-        Forget it. [layers with experts, E]; the rows of layers on other pipeline stages are zero.
-        """
-        loads = torch.zeros(len(self.config.moe_layers), self.config.num_experts, dtype=torch.float64, device=device)
-        # One by one, because a list of rows would be sent to the device.
-        for row, router in zip(self._router_rows, self.routers, strict=True):
-            loads[row] = router.loads
-            router.loads.zero_()
-        return loads
+    def mean_losses(self, sums: Tensor, scales: LossScales) -> Tensor:
+        """Return each of the `extra_losses` of a global batch from its sum over tokens: [n] fp64."""
+        of_head = scales.targets.expand(len(self._head_losses))
+        of_bodies = scales.tokens.expand(len(self.stack.loss_names))
+        return sums * torch.cat([of_head, of_bodies])
 
     @torch.no_grad()
     def follow_loads(self, loads: Tensor, rate: float) -> None:
@@ -381,7 +358,7 @@ class Distillation:
     def soft_targets(
         self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
     ) -> SoftTargets:
-        """Run the teacher over a micro-batch, with the arguments of `LanguageModel.forward`."""
+        """Run the teacher over a micro-batch, with the arguments of `LanguageModel.stage`."""
         context = self.teacher.training_context(tokens, positions, document_bounds=document_bounds)
         normed = self.teacher.final_norm(self.teacher.hidden_states(tokens, context))
         return SoftTargets(normed, self.teacher.head, self.weight, self.temperature)

@@ -25,6 +25,7 @@ from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
+from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
 
 BODIES: dict[SubBlockKind, type[Body]] = {
@@ -151,14 +152,14 @@ class TransformerStack(nn.Module):
     def _slots_before(self, sub_block: int) -> int:
         return 1 + len(self.plan.missing(sub_block)) * self._parts
 
-    def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> Tensor:
-        """Map the state that enters a chunk to the one that leaves it."""
+    def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> tuple[Tensor, PassStats]:
+        """Map the state that enters a chunk to the one that leaves it, and to the sums of what its bodies return."""
         steps, first, overlap = self.sub_blocks(chunk), self._firsts[chunk], self.options.tp_overlap
         if self.side_queue is None and self.layout.shards > 1 and overlap and state.is_cuda:
             # Not earlier: ZeRO-3 builds the stack on another device.
             self.side_queue = CudaSideQueue(state.device)
         if self.desync:
-            return walk_desync(state[0], steps, context).unsqueeze(0)
+            return walk_desync(state[0], steps, context).unsqueeze(0), PassStats()
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
         if torch.is_grad_enabled() and (self._mirrors or self._reads_own):
             record = ForwardRecord(steps, context, self.plan, first, launch, queue)

@@ -17,9 +17,8 @@ unreduced partial sums, [1 + pending x parts, s / shards, b, h]. An output has a
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from megatron_ladder.comm.stream import StreamLayout, share_gradient
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.rotary import RotaryTable
+from megatron_ladder.model.stats import PassStats
 
 
 class StateCache(Protocol):
@@ -64,10 +64,10 @@ class SequenceContext(NamedTuple):
     """In training, the documents of the rows, outside of which no query attends; None means one document per row."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None
     """Replaces the model's `Operations.attend`."""
-    losses: dict[str, Tensor] | None = None
-    """In training, receives the losses of the bodies, summed by name."""
     token_mask: Tensor | None = None
     """Boolean [s, b], False for padding, which counts neither in losses nor in loads; None: no padding."""
+    counts: bool = False
+    """Whether bodies return losses and loads, as in training."""
 
 
 class BodyOutput(NamedTuple):
@@ -75,11 +75,10 @@ class BodyOutput(NamedTuple):
 
     partial: Tensor
     """This rank's partial sum of its output, [s, b, h]."""
-    losses: Mapping[str, Tensor] = MappingProxyType({})
-    """Scalars by name: sums over the tokens of the micro-batch without padding. Training adds their means over the
-    global batch to the loss. They are equal on all tensor-parallel ranks; each rank's backward gets the gradient
-    divided by the number of ranks, so that all gradients inside the body are partial sums. A loss counts once for each
-    micro-batch, also if the body is recomputed."""
+    stats: PassStats = PassStats()
+    """Without padding. Training adds the means of the losses over the global batch to its loss. Each tensor-parallel
+    rank's backward gets their gradient divided by the number of ranks, so that all gradients inside the body are
+    partial sums."""
     kept: tuple[Tensor, ...] = ()
     """Further arguments of a recomputation, which it does not compute again."""
 
@@ -180,12 +179,6 @@ class SubBlock(NamedTuple):
         return output
 
 
-def add_losses(total: dict[str, Tensor] | None, losses: Mapping[str, Tensor]) -> None:
-    """Add losses by name, if they are wanted."""
-    if total is not None:
-        total.update({name: total[name] + loss if name in total else loss for name, loss in losses.items()})
-
-
 Reading = TypeVar("Reading")
 """What a sub-block has read: the stream, between its norm and the first product of the body."""
 
@@ -205,7 +198,7 @@ class ForwardPass(Protocol[Reading]):
         `missing` are the outputs that the stream then lacks. Return the stream after the addition, and the reading.
         """
 
-    def start(self, step: int, reading: Reading, launch: Launch) -> Output:
+    def start(self, step: int, reading: Reading, launch: Launch) -> tuple[Output, PassStats]:
         """Run the body of a step and launch the sum of its output.
 
         The sum may overwrite the partial sum: no graph may depend on its values.
@@ -235,7 +228,7 @@ class AutogradPass(NamedTuple):
         reads = [] if sub_block.recomputes else sub_block.reads(stream, missing)
         return stream, (stream, [InFlight(norm(read), None) for read in reads])
 
-    def start(self, step: int, reading: tuple[Tensor, list[InFlight]], launch: Launch) -> Output:
+    def start(self, step: int, reading: tuple[Tensor, list[InFlight]], launch: Launch) -> tuple[Output, PassStats]:
         """See `ForwardPass.start`."""
         sub_block = self.steps[step]
         stream, reads = reading
@@ -244,10 +237,9 @@ class AutogradPass(NamedTuple):
         else:
             body_outputs = [sub_block.compute(stream, self.context)]
         output = sub_block.start_sum([body_output.partial for body_output in body_outputs], launch)
-        for _, losses, _ in body_outputs:
-            shared = {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()}
-            add_losses(self.context.losses, shared)
-        return output
+        stats = functools.reduce(PassStats.plus, (body_output.stats for body_output in body_outputs))
+        shared = {name: share_gradient(loss, sub_block.group) for name, loss in stats.losses.items()}
+        return output, stats._replace(losses=shared)
 
 
 def walk(
@@ -257,7 +249,7 @@ def walk(
     first: int,
     launch: Launch,
     queue: CudaSideQueue | None,
-) -> Tensor:
+) -> tuple[Tensor, PassStats]:
     """Walk a range of sub-blocks by the rule at the top of this file.
 
     Args:
@@ -268,12 +260,13 @@ def walk(
             allows it; None reads when the sub-block starts.
 
     Returns:
-        The state that leaves. Its missing outputs are unreduced.
+        The state that leaves, whose missing outputs are unreduced, and the sums of what the bodies return.
     """
     steps, last = forward.steps, first + len(forward.steps)
     # Outputs that enter and leave may include some that this range neither makes nor reads.
     leaving = plan.missing(last)
     stream = state[0]
+    stats = PassStats()
     pending = dict[int, Output]()
     ahead = list[Reading]()
     joined: Tensor | None = None
@@ -305,7 +298,8 @@ def walk(
         if joined is not None:
             launch_sum = functools.partial(_launch_together, launch_sum, joined)
         with step.named("forward"):
-            output = forward.start(number - first, reading, launch_sum)
+            output, step_stats = forward.start(number - first, reading, launch_sum)
+        stats = stats.plus(step_stats)
         joined = output.whole.partial if step.wired.joins_next else None
         if joined is None:
             pending[number] = output
@@ -314,7 +308,7 @@ def walk(
         if arrived in pending:
             stream = stream + pending.pop(arrived).whole.wait()
     parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
-    return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)])
+    return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)]), stats
 
 
 def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:

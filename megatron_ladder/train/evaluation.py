@@ -91,7 +91,7 @@ class Predictor:
         for first in range(0, len(labelled), at_once):
             step = labelled[first : first + at_once]
             of_rank = step[mesh.data.rank :: mesh.data.size]
-            outputs = self._trainer.engine.run_passes(of_rank, trains=False, predicts=True)
+            outputs, _ = self._trainer.engine.run_passes(of_rank, trains=False, predicts=True)
             results = torch.zeros(len(step), 2, self.max_length, size, dtype=torch.float64, device=self._trainer.device)
             if outputs:
                 results[mesh.data.rank :: mesh.data.size] = torch.stack(outputs)

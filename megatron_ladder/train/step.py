@@ -67,9 +67,7 @@ def train_step(
     pass_seconds = busy_seconds, whole_seconds * (mesh.pipeline.rank == 0)
 
     # Forward and backward of all micro-batches. Gradients are reduced under the last backward pass.
-    model.take_extra_losses()
-    model.take_loads(trainer.device)
-    loss_sum = engine.train(micro_batches, scales)
+    stats = engine.train(micro_batches, scales)
     meanwhile()
 
     # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
@@ -77,10 +75,9 @@ def train_step(
     sum_partial_gradients(gradients, mesh, trainer.device)
 
     # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
-    extra_losses = model.take_extra_losses(scales)
-    loads = model.take_loads(trainer.device)
+    extra_losses = model.mean_losses(stats.losses, scales)
     numbers = to_device(torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64), trainer.device)
-    replicated = torch.cat([loss_sum.double().reshape(1), extra_losses, loads.flatten()])
+    replicated = torch.cat([stats.loss.double().reshape(1), extra_losses, stats.loads.double().flatten()])
     packed = torch.cat([replicated, counts[:1], numbers])
     norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
@@ -89,7 +86,7 @@ def train_step(
     # All ranks but those of the first stage, where a step begins and ends, contributed no whole seconds.
     idle = 1 - busy_seconds / (whole_seconds * mesh.pipeline.size) if whole_seconds and mesh.pipeline.size > 1 else None
     named_losses = dict(zip(model.extra_losses, others, strict=False))
-    loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
+    loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(stats.loads.shape)
 
     # All ranks judge the same numbers.
     finding = None
@@ -135,7 +132,8 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
-        for loss in trainer.engine.run_passes(micro_batches, trains=False):
+        losses, _ = trainer.engine.run_passes(micro_batches, trains=False)
+        for loss in losses:
             sums[0] += loss
         sums[1] += _count_tokens(trainer, micro_batches)[0] / data.size
     # Only the last stage has the loss.

@@ -165,7 +165,8 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
                 with trainer.engine.keeping_frozen():
                     result = train_step(trainer, own, iteration)
                 history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
-                history += [loss.item() for loss in trainer.engine.run_passes(own[:1], trains=False)]
+                losses, _ = trainer.engine.run_passes(own[:1], trains=False)
+                history += [loss.item() for loss in losses]
         if trainer.engine.passes is not None:
             graphs: list[Any] = [one for key, one in trainer.engine.passes._graphs.items() if key is not None]
             replays = sum(one.replays for one in graphs if isinstance(one, RecordedGraph))
@@ -355,7 +356,7 @@ def test_graphs_are_kept_if_steps_are_faster_with_them(
     monkeypatch.setattr(graph.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
     sharded: Any = SimpleNamespace(gathers_late=True)
-    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    module: Any = SimpleNamespace(device=torch.device("cpu"), new_step_stats=lambda: None)
     passes = CapturedPasses(module, sharded, CommGroup.alone(), measures=True)
     assert [passes._uses_graphs() for _ in range(20)] == [False] * 8 + [True] * 6 + [kept] * 6
     assert sharded.gathers_late is kept

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.experts import Router
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.model.stats import PassStats
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue
@@ -223,11 +223,14 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
         part.stack.side_queue = InlineQueue() if how.sharded_stream == "ahead" else None
         parts.append(part)
     loss_sum = 0.0
+    sums = PassStats()
     all_tokens = int(batch.lengths.sum())
     for tokens, labels, mask, lengths in micro_batches(batch, how.micro_batches):
-        loss_sum += run_chain(parts, tokens, labels, mask, batch.targets, lengths, all_tokens).item()
-    loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / all_tokens
-    loads = [module.loads.tolist() for part in parts for module in part.modules() if isinstance(module, Router)]
+        loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, all_tokens)
+        loss_sum += loss.item()
+        sums = sums.plus(stats)
+    loss_sum += sum(float(loss) for loss in sums.losses.values()) / all_tokens
+    loads = [loads.tolist() for loads in sums.loads.values()]
     return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
 
 

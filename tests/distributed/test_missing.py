@@ -119,7 +119,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
             part.stack.rewire(wired(case))
             part.stack.side_queue = InlineQueue() if case.sequence_parallel and seed % 2 else None
             parts.append(part)
-        loss = run_chain(parts, *inputs(seed))
+        loss, _ = run_chain(parts, *inputs(seed))
         found.append((loss.item(), [piece for part in parts for piece in gradient_pieces(part)]))
     return found
 
@@ -150,7 +150,8 @@ def events_of_cases(seeds: range) -> list[list[str]]:
             assert isinstance(step.body, nn.Module)
             step.body.register_forward_pre_hook(lambda *_, name=f"B{number}", group=group: group.events.append(name))
         state = torch.randn(1, 6, 2, case.config.hidden_size, requires_grad=True)
-        model.stack(state, model.training_context(inputs(seed)[0])).sum().backward()
+        output, _ = model.stack(state, model.training_context(inputs(seed)[0]))
+        output.sum().backward()
         found.append([event for event in group.events if event != "S"])
     return found
 

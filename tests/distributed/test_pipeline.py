@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.engine.engine import ModelInputs
 from megatron_ladder.engine.schedule import PassClock
+from megatron_ladder.model.stats import PassStats
 from megatron_ladder.train.log import RunLog, _stages, banner
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -254,14 +255,14 @@ def most_outputs_alive(argv: list[str], micro_batches: int) -> int:
     alive, numbers = set[int](), []
     forward = trainer.engine.forward
 
-    def noting(batch: ModelInputs, **options: Any) -> Tensor:
-        leaving = forward(batch, **options)
+    def noting(batch: ModelInputs, **options: Any) -> tuple[Tensor, PassStats]:
+        leaving, stats = forward(batch, **options)
         if leaving.dim():
             identity = len(numbers)
             alive.add(identity)
             weakref.finalize(leaving.untyped_storage(), alive.discard, identity)
             numbers.append(len(alive))
-        return leaving
+        return leaving, stats
 
     with patch.object(trainer.engine, "forward", noting):
         train_step(trainer, batches, 1)

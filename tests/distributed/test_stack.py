@@ -58,7 +58,7 @@ def stack_events(
         hooks.append(step.body.register_forward_pre_hook(lambda *_, name=f"B{number}": group.events.append(name)))
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 6 if sharded else 12, 2, config.hidden_size, requires_grad=training)
-        output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+        output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     forward, reduces, gathers = " ".join(group.events), group.started, group.gathers
     group.events.clear()
     if not training:
@@ -227,7 +227,7 @@ def middle_range_events(config: ModelConfig) -> tuple[str, list[int]]:
     model, group = recorded_model(config, StackOptions(), layers=range(1, 2))
     # The stream, and the outputs of layer 0, which sub-block 2 misses.
     state = torch.randn(3, 12, 2, config.hidden_size, requires_grad=True)
-    output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     group.events.clear()
     group.started = 0
     unreduced: list[int] = []
@@ -293,7 +293,7 @@ def side_queue_events(config: ModelConfig, recompute: int, training: bool) -> tu
         step.norm.register_forward_hook(lambda *_: in_queue.append(queue.running) if torch.is_grad_enabled() else None)
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
-        output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+        output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
         if training:
             output.sum().backward()
     return " ".join(queue.events), len(queue.held), in_queue

@@ -15,6 +15,7 @@ from megatron_ladder.engine.state import sum_partial_gradients
 from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.model.stats import PassStats
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
 
 Pieces = list[tuple[str, tuple[int, ...], Tensor]]
@@ -118,16 +119,20 @@ def run_chain(
     targets: float = 1.0,
     lengths: Tensor | None = None,
     all_tokens: float = 1.0,
-) -> Tensor:
-    """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `targets`.
+) -> tuple[Tensor, PassStats]:
+    """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `targets`, and what
+    the passes count.
 
     The losses of bodies are divided by `all_tokens`.
     """
     scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in (targets, all_tokens)))
     entered: list[Tensor | None] = [None]
     left: list[Tensor] = []
+    sums = PassStats()
     for part in parts:
-        left.append(part(tokens, labels, mask, lengths=lengths, entering=entered[-1], scales=scales))
+        leaving, stats = part.stage(tokens, labels, mask, lengths=lengths, entering=entered[-1], scales=scales)
+        left.append(leaving)
+        sums = sums.plus(stats)
         # A state that crosses between processes is a new leaf there, and its gradient is sent back.
         entered.append(left[-1].detach().clone().requires_grad_())
     loss = left.pop()
@@ -135,7 +140,7 @@ def run_chain(
     for leaving, entering in zip(reversed(left), reversed(entered[1:-1]), strict=True):
         assert entering is not None
         leaving.backward(entering.grad)
-    return loss
+    return loss, sums
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:

@@ -94,6 +94,6 @@ def test_a_step_after_an_evaluation_in_inference_mode() -> None:
     ids = torch.randint(0, 101, (2, 13))
     batches: list[Any] = [(ids[:, :-1], ids[:, 1:], None, None, None, None)]
     with torch.inference_mode():
-        (evaluated,) = engine.run_passes(batches, trains=False)
-    (trained,) = engine.run_passes(batches, trains=True)
+        (evaluated,), _ = engine.run_passes(batches, trains=False)
+    (trained,), _ = engine.run_passes(batches, trains=True)
     assert torch.equal(evaluated, trained)

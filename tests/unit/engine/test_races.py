@@ -25,6 +25,7 @@ from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.model.stats import StepStats
 from tests.helpers.races import Checker, PlayedNccl
 from tests.helpers.sharded import small_model
 
@@ -63,7 +64,6 @@ class Rank:
         engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
-                self.model.take_extra_losses()
                 engine.train([self.batch] * micro_batches, LossScales(torch.ones(()), torch.ones(())))
                 sum_partial_gradients(self.optimizer.gradients(), self.mesh, torch.device("cpu"))
                 for bucket in self.optimizer.buckets:
@@ -186,9 +186,8 @@ def run_at_once(queue: CudaSideQueue, chain: Callable[[], Any], uses: object) ->
         return chain()
 
 
-def swap_losses(model: LanguageModel) -> torch.Tensor:
-    taken, model._extra_loss_sums = model._extra_loss_sums, torch.zeros_like(model._extra_loss_sums)
-    return taken
+def swap_sum(stats: StepStats) -> None:
+    stats.loss = torch.zeros_like(stats.loss)
 
 
 def read(norm: RMSNorm, *args: Any, **kwargs: Any) -> Any:
@@ -197,13 +196,13 @@ def read(norm: RMSNorm, *args: Any, **kwargs: Any) -> Any:
     return normed
 
 
-def keep(model: LanguageModel, *args: Any, **others: Any) -> torch.Tensor:
-    KEPT.append(LOSS(model, *args, **others))
+def keep(model: LanguageModel, *args: Any, **others: Any) -> Any:
+    KEPT.append(COMPUTE(model, *args, **others))
     return KEPT[-1]
 
 
-KEPT: list[torch.Tensor] = []
-RUN, NORM, LOSS = CudaSideQueue.run, RMSNorm.forward, LanguageModel.forward
+KEPT: list[Any] = []
+RUN, NORM, COMPUTE = CudaSideQueue.run, RMSNorm.forward, LanguageModel.stage
 FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a chain does not hold what it uses": (
         CudaSideQueue,
@@ -220,8 +219,8 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a chain runs on a stream that is not captured": (CudaSideQueue, "run", run_at_once, "outside of the capture"),
     "gathers before a capture": (ShardedOptimizer, "gather_late", lambda _: None, "across the border of a capture"),
     "reduces go on after a capture": (sharded, "InFlight", without_wait, "not joined at the end of a capture"),
-    "autograd nodes live on": (LanguageModel, "forward", keep, "across the border of a capture"),
-    "captured sums are replaced": (LanguageModel, "take_extra_losses", swap_losses, "memory that was freed"),
+    "autograd nodes live on": (LanguageModel, "stage", keep, "across the border of a capture"),
+    "captured sums are replaced": (StepStats, "clear", swap_sum, "memory that was freed"),
 }
 
 

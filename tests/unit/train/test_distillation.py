@@ -13,6 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.model.stats import PassStats
 from megatron_ladder.tokenizers.copies import tokenizer_files
 from megatron_ladder.tokenizers.kinds import NullTokenizer
 from megatron_ladder.train.distillation import build_distillation
@@ -101,14 +102,14 @@ def student_and_teacher(weight: float) -> tuple[LanguageModel, LanguageModel]:
 def test_documents_of_a_row_are_distilled_separately() -> None:
     student, _ = student_and_teacher(weight=1.0)
     ids = torch.arange(20).view(1, 20) % 11
-    losses = []
+    sums = PassStats()
     for begin, end in ((0, 3), (3, 8), (8, 9)):
-        student(ids[:, begin:end], ids[:, begin + 1 : end + 1])
-        losses.append(student.take_extra_losses())
+        sums = sums.plus(student.stage(ids[:, begin:end], ids[:, begin + 1 : end + 1])[1])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0]])
     bounds = torch.tensor([0, 3, 8, 9], dtype=torch.int32)
-    student(ids[:, :9], ids[:, 1:10], positions=positions, document_bounds=bounds)
-    torch.testing.assert_close(student.take_extra_losses(), torch.stack(losses).sum(0), rtol=1e-12, atol=0)
+    _, stats = student.stage(ids[:, :9], ids[:, 1:10], positions=positions, document_bounds=bounds)
+    assert [*stats.losses] == ["distillation loss"]
+    torch.testing.assert_close(stats.losses, sums.losses, rtol=1e-12, atol=0)
 
 
 def gradients(model: LanguageModel) -> Iterator[Tensor]:
@@ -124,12 +125,15 @@ def test_the_teacher_is_no_part_of_the_student() -> None:
     assert alone.state_dict().keys() == student.state_dict().keys()
     assert alone.load_state_dict(student.state_dict()).missing_keys == []
     ids = torch.arange(20).view(2, 10)
+    found = []
     for model in (alone, student):
-        model(ids[:, :-1], ids[:, 1:]).backward()
+        loss, stats = model.stage(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        found.append(stats.losses)
     # At weight 0, the teacher is only reported.
     assert all(map(torch.equal, gradients(alone), gradients(student)))
-    assert student.extra_losses == ("distillation loss",) and student.take_extra_losses().item() > 0.1
-    assert alone.extra_losses == () and alone.take_extra_losses().numel() == 0
+    assert student.extra_losses == ("distillation loss",) and found[1]["distillation loss"] > 0.1
+    assert alone.extra_losses == () and not found[0]
     assert all(map(torch.equal, teacher.parameters(), before))
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
@@ -139,7 +143,7 @@ def test_an_evaluation_does_not_run_the_teacher(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(teacher.stack, "forward", lambda *_: pytest.fail("the teacher ran"))
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        loss = student(ids[:, :-1], ids[:, 1:])
+        loss, stats = student.stage(ids[:, :-1], ids[:, 1:])
         predicted = student(ids[:, :-1], ids[:, 1:], predicts=True)
     torch.testing.assert_close(predicted[0].sum(), loss)
-    assert student.take_extra_losses().tolist() == [0.0]
+    assert not stats.losses
