@@ -160,10 +160,10 @@ class TrainingRun:
         with interrupts_delayed():
             try:
                 trainer.engine.optimizer.adopt_weights()
-                with trainer.engine.keeping_frozen():
-                    result = train_step(
-                        trainer, next(opened.batches), self.iteration + 1, meanwhile=opened.batches.receive_ahead
-                    )
+                trainer.engine.follow_frozen()
+                result = train_step(
+                    trainer, next(opened.batches), self.iteration + 1, meanwhile=opened.batches.receive_ahead
+                )
             except BaseException as error:
                 self._failure = error
                 raise

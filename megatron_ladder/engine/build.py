@@ -14,8 +14,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.muon import MuonWithAdamW
-from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
+from megatron_ladder.engine.optimizer import build_optimizer, distribute_matrices, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.experts import waits_for_choices
@@ -140,8 +139,7 @@ def build_engine(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device
         engine = Engine(model, sharded, mesh, device)
         if _captures(run, model, device):
             engine.passes = CapturedPasses(model, sharded, mesh.world, measures=run.training.cuda_graph == "auto")
-    if isinstance(optimizer, MuonWithAdamW):
-        optimizer.distribute(engine.optimizer.spans(), mesh.world)
+    distribute_matrices(engine.optimizer, mesh.world)
     return engine, description
 
 

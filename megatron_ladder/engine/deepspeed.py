@@ -6,7 +6,7 @@ It is called by its public interface, except for the parts in `PRIVATE_PARTS`. `
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import accumulate
@@ -22,10 +22,11 @@ from torch.autograd.graph import GradientEdge
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.engine import Engine
+from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
-from megatron_ladder.model.stats import PassStats
+from megatron_ladder.model.stats import PassStats, StepStats
+from megatron_ladder.parallel.layout import Section
 
 PRIVATE_PARTS = {
     "ops": {
@@ -127,6 +128,13 @@ class DeepSpeedEngine(Engine):
         zero_optimizer = zero_class(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded)
         super().__init__(model, zero_optimizer, mesh, device)
 
+    def follow_frozen(self) -> None:
+        self.optimizer.freeze([parameter for parameter in self._model.parameters() if not parameter.requires_grad])
+
+    def train(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> StepStats:
+        with self.optimizer.thawed():
+            return super().train(micro_batches, scales)
+
     def forward(
         self, inputs: StageInputs, *, scales: LossScales | None = None, **options: Any
     ) -> tuple[Tensor, PassStats]:
@@ -155,6 +163,24 @@ class _DeepSpeedOptimizer(ZeroOptimizer):
         _require_private_parts(self._zero, type(self._zero).__name__)
         self._rank, self._is_offloaded = rank, is_offloaded
         self._backward_passes_left = 0
+        self._frozen: Collection[nn.Parameter] = ()
+        self._frozen_sections: Collection[Sequence[Section]] = ()
+        """Those of the frozen parameters, whose gradients are zero."""
+
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        self._frozen = frozen
+        self._frozen_sections = {self._sections[id(parameter)] for parameter in frozen}
+
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """Require gradients of the frozen parameters inside the block, because DeepSpeed expects one of each."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
 
     @contextmanager
     def reducing(self, micro_batches: int) -> Iterator[None]:
@@ -169,7 +195,38 @@ class _DeepSpeedOptimizer(ZeroOptimizer):
             self._wrapped.step()
 
     def step(self) -> None:
-        self._wrapped.step()
+        with self.thawed(), self._copying_back():
+            self._wrapped.step()
+        self.steps += 1
+
+    @contextmanager
+    def _copying_back(self) -> Iterator[None]:
+        """Copy back what an update inside the block changes of the frozen parameters, before weights are made of it.
+
+        Masters of several parameters share a tensor, which the optimizer updates as a whole.
+        """
+        spans = [span for span in self.spans() if span.sections in self._frozen_sections]
+        copies: list[list[tuple[Tensor, Tensor]]] = []
+
+        def copy(*_: object) -> None:
+            # ZeRO-3 updates one tensor after another.
+            updated = {id(tensor) for group in self.base.param_groups for tensor in group["params"]}
+            values = []
+            for span in spans:
+                if id(span.flat_master) in updated:
+                    values += [span.master, *(self.moment(span, which) for which in span.moments)]
+            copies.append([(value, value.clone()) for value in values])
+
+        def copy_back(*_: object) -> None:
+            for value, earlier in copies.pop():
+                value.copy_(earlier)
+
+        hooks = [self.base.register_step_pre_hook(copy), self.base.register_step_post_hook(copy_back)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def discard_gradients(self) -> None:
         for _, gradient in self.gradients():
@@ -179,19 +236,25 @@ class _DeepSpeedOptimizer(ZeroOptimizer):
         attributes = vars(self.base)
         attributes["step"] = lambda closure=None: None
         try:
-            self.step()
+            with self.thawed():
+                self._wrapped.step()
         finally:
             del attributes["step"]
 
     def finish_step(self) -> None:
         pass
 
-    def _gradients(self) -> Iterator[Tensor]:
-        if not self._is_offloaded:
-            return self._averaged_gradients()
-        # DeepSpeed does not wait for its copies to page-locked host memory.
-        get_accelerator().synchronize()
-        return super()._gradients()
+    def gradients(self) -> list[tuple[Span, Tensor]]:
+        if self._is_offloaded:
+            # DeepSpeed does not wait for its copies to page-locked host memory.
+            get_accelerator().synchronize()
+            gradients = super().gradients()
+        else:
+            gradients = list(zip(self.spans(), self._averaged_gradients(), strict=True))
+        for span, gradient in gradients:
+            if span.sections in self._frozen_sections:
+                gradient.zero_()
+        return gradients
 
     @abstractmethod
     def _averaged_gradients(self) -> Iterator[Tensor]:
@@ -205,8 +268,9 @@ class _Zero2Optimizer(_DeepSpeedOptimizer):
         masters = self._zero.single_partition_of_fp32_groups
         parameters = self._zero.round_robin_bit16_groups
         offsets = self._zero.round_robin_bit16_offsets
-        for vector in zip(self.base.param_groups, parameters, offsets, masters, strict=True):
-            yield from self._spans_in(*vector, self._rank, True)
+        vectors = zip(self.base.param_groups, parameters, offsets, masters, strict=True)
+        for group, parts, starts, master in vectors:
+            yield from self._spans_in(group, parts, starts, master, self._rank * master.numel(), True)
 
     def copy_masters_to_weights(self) -> None:
         self._zero.update_lp_params()

@@ -2,16 +2,18 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses, RunPass
+from megatron_ladder.engine.optimizer import distribute_matrices
 from megatron_ladder.engine.schedule import Pass, PassClock, Slot, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
@@ -38,6 +40,9 @@ class Engine:
         self._model = model
         self._mesh = mesh
         self._device = device
+        self._frozen: set[nn.Parameter] = set()
+        self._lowest = 0
+        """Place in the pipeline of the first chunk with weights that train, where backward ends."""
 
     def train(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> StepStats:
         """Run forward and backward of a step, with reduced gradients at the end.
@@ -75,13 +80,13 @@ class Engine:
                 self.backward(end, received)
                 return None if entered is None else entered.grad
             if received is not None:
-                received.requires_grad_(trains)
+                received.requires_grad_(trains and self._place(work.chunk) > self._lowest)
             leaving, pass_stats = self.forward(inputs, entering=received, chunk=work.chunk, **options)
             stats.add(pass_stats)
             ends = self._model.ends_in(work.chunk)
             if ends:
                 outputs.append(leaving.detach())
-            if trains:
+            if leaving.requires_grad:
                 # Not the state itself, which is freed when it has been sent.
                 graphs[work._replace(is_forward=False)] = received, leaving if ends else get_gradient_edge(leaving)
             return leaving.detach()
@@ -95,7 +100,7 @@ class Engine:
 
     def _slots(self, micro_batches: int, trains: bool) -> Sequence[Slot]:
         pipeline = self._mesh.pipeline
-        return make_schedule(pipeline.size, self._model.chunks, micro_batches, trains)[pipeline.rank]
+        return make_schedule(pipeline.size, self._model.chunks, micro_batches, trains, self._lowest)[pipeline.rank]
 
     def _run_slots(self, micro_batches: Sequence[ModelInputs], trains: bool, run_pass: RunPass) -> None:
         inputs: dict[int, StageInputs] = {}
@@ -128,28 +133,33 @@ class Engine:
         """Run backward from the loss, or from the end of a graph with the gradient of its state."""
         torch.autograd.backward(end, gradient)
 
-    @contextmanager
-    def keeping_frozen(self) -> Iterator[None]:
-        """Train inside the block, but leave the parameters that need no gradient as they are.
+    def follow_frozen(self) -> None:
+        """Train only the parameters that require a gradient now, from the next step on; all ranks must call it.
 
-        Backward computes their gradients all the same: buckets, DeepSpeed and captured passes expect one of each.
+        A tied embedding is frozen if one of the two stages' copies is, so that they remain equal.
         """
-        frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
-        unchanged = set(frozen)
-        tied = self._model.tied_weight
-        if tied is not None:
-            # The copies of the two stages remain equal if only one of them is frozen.
-            votes = self._mesh.ends.all_reduce(torch.tensor(float(tied in unchanged), device=self._device))
-            if votes:
-                unchanged.add(tied)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        try:
-            with self.optimizer.keeping(unchanged) if unchanged else nullcontext():
-                yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+        frozen = {parameter for parameter in self._model.parameters() if not parameter.requires_grad}
+        if not self._largest(frozen != self._frozen)[0]:
+            return
+        self._frozen = frozen
+        tied, pipeline = self._model.tied_weight, self._mesh.pipeline
+        trained = (self._place(chunk) for chunk in range(self._model.chunks) if self._model.trains_in(chunk))
+        is_tied_frozen, highest = self._largest(tied in frozen, -next(trained, self._model.chunks * pipeline.size))
+        self._lowest = int(-highest)
+        self.optimizer.freeze({*frozen, tied} if is_tied_frozen and tied is not None else frozen)
+        distribute_matrices(self.optimizer, self._mesh.world)
+        if self.passes is not None:
+            self.passes.restart()
+
+    def _place(self, chunk: int) -> int:
+        return chunk * self._mesh.pipeline.size + self._mesh.pipeline.rank
+
+    def _largest(self, *numbers: float) -> list[float]:
+        """Return the largest of each of the numbers of all pipeline stages."""
+        pipeline = self._mesh.pipeline
+        if pipeline.size == 1:
+            return [*numbers]
+        return pipeline.all_reduce(torch.tensor(numbers, device=self._device), dist.ReduceOp.MAX).tolist()
 
     def close(self) -> None:
         """Free what was captured, while its process groups exist."""

@@ -82,7 +82,8 @@ class _Key(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What the graphs of a chunk read and write, outside of their pools. None at the ends of the model."""
+    """What the graphs of a chunk read and write, outside of their pools. None at the ends of the model, and gradients
+    also where nothing trains below."""
 
     in_flight: int
     """The most micro-batches at a time, the number of slots."""
@@ -167,9 +168,18 @@ class CapturedPasses:
             return nullcontext()
         return self._memory.measuring((work.chunk, work.micro_batch))
 
+    def restart(self) -> None:
+        """Free the graphs, because other weights train now; the next step runs without graphs, and is measured."""
+        self._free()
+        self._memory = None
+        del self._starts[_WARM_UP_STEPS if self._measures else self._first - 1 :]
+
     def close(self) -> None:
         """Free the graphs, and use none from now on; the groups of their collectives must still exist."""
         self._closed = True
+        self._free()
+
+    def _free(self) -> None:
         self._sharded.gathers_late = False
         for graph in self._graphs.values():
             graph.reset()
@@ -264,17 +274,22 @@ class CapturedPasses:
         module, tokens = self._module, micro_batch[0]
         inputs = module.stage_inputs(*micro_batch)
         for chunk in range(module.chunks):
-            changes = (1 if work.is_forward else -1 for work, _ in slots if work is not None and work.chunk == chunk)
-            in_flight = max(accumulate(changes))
+            of_chunk = [slot for slot in slots if slot.work is not None and slot.work.chunk == chunk]
+            backward = [slot for slot in of_chunk if slot.work is not None and not slot.work.is_forward]
+            # A chunk without backward keeps nothing of a micro-batch.
+            changes = (-1 if slot in backward else 1 for slot in of_chunk)
+            in_flight = max(accumulate(changes)) if backward else 1
+            rank = module.stack.mesh.pipeline.rank
+            sends = any(transfer.source == rank for slot in backward for transfer in slot.transfers)
             leaving = gradient = entering_gradient = None
             if not module.ends_in(chunk):
                 leaving = module.allocate_state(tokens, chunk, leaves=True)
-                gradient = torch.zeros_like(leaving)
-            if not module.begins_in(chunk):
+                gradient = torch.zeros_like(leaving) if backward else None
+            if sends:
                 entering_gradient = module.allocate_state(tokens, chunk)
             self._chunks.append(_Chunk(in_flight, leaving, gradient, entering_gradient))
             for number in range(in_flight):
-                entering = None if entering_gradient is None else torch.zeros_like(entering_gradient)
+                entering = None if module.begins_in(chunk) else module.allocate_state(tokens, chunk).zero_()
                 copied = self._copy_of(inputs, chunk)
                 self._slots[chunk, number] = _GraphSlot(torch.cuda.graph_pool_handle(), copied, entering)
 
@@ -289,16 +304,20 @@ class CapturedPasses:
                 works = [work for work in works if self._key(work) not in self._graphs]
                 with self._sharded.uncounted() if 0 < number < last else nullcontext():
                     recorded = [self._capture_forward(work, stream) for work in works]
-                    for work in reversed(works):
-                        self._capture_backward(work._replace(is_forward=False), recorded.pop(), stream)
+                    for work, graph in zip(reversed(works), reversed(recorded), strict=True):
+                        if graph is not None:
+                            self._capture_backward(work._replace(is_forward=False), graph, stream)
             if self._sharded.has_unreduced:
                 with self._capturing(stream, self._slots[0, 0].pool, None):
                     step.close()
 
-    def _capture_forward(self, work: Pass, stream: torch.cuda.Stream) -> _Recorded:
+    def _capture_forward(self, work: Pass, stream: torch.cuda.Stream) -> _Recorded | None:
+        """Capture a pass; return None if nothing trains up to its chunk."""
         key = self._key(work)
         chunk, slot = self._chunks[work.chunk], self._slots[key.chunk, key.slot]
-        entered = None if slot.entering is None else slot.entering.detach().requires_grad_()
+        entered = None if slot.entering is None else slot.entering.detach()
+        if entered is not None:
+            entered.requires_grad_(chunk.entering_gradient is not None)
         with self._capturing(stream, slot.pool, key):
             tensors, context = slot.inputs
             leaving, stats = self._module.stage(
@@ -307,9 +326,9 @@ class CapturedPasses:
             self._stats.add(stats)
             if chunk.leaving is None:
                 self._stats.loss += leaving.detach()
-                return _Recorded(entered, leaving)
+                return _Recorded(entered, leaving) if leaving.requires_grad else None
             chunk.leaving.copy_(leaving.detach())
-            return _Recorded(entered, get_gradient_edge(leaving))
+            return _Recorded(entered, get_gradient_edge(leaving)) if leaving.requires_grad else None
 
     def _capture_backward(self, work: Pass, recorded: _Recorded, stream: torch.cuda.Stream) -> None:
         key = self._key(work)

@@ -140,9 +140,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         self._nothing = torch.empty(0, dtype=dtype, device=groups[0]["params"][0].device)
 
     def distribute(self, spans: Iterable[Span], world: CommGroup) -> None:
-        """Assign matrices to owners; all ranks must call this once, before the first step.
+        """Assign matrices to owners; all ranks must call this before the first step, and when the groups have changed.
 
-        `spans` are all that this rank's optimizer updates.
+        `spans` include all that this rank's optimizer updates.
         """
         updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
         held: dict[str, list[_HeldPiece]] = {}

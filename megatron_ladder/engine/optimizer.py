@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from megatron_ladder.blueprint.tensors import Role
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
+from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import find_in_apex
 from megatron_ladder.parallel.layout import parameter_sections
@@ -68,6 +70,12 @@ def build_optimizer(
     if fused_adam is not None:
         return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
     return torch.optim.AdamW(list(groups), fused=fused, **settings), f"torch ({reason})"
+
+
+def distribute_matrices(optimizer: ZeroOptimizer, world: CommGroup) -> None:
+    """Let the ranks divide the updates of the tensors that train among them; all must call it."""
+    if isinstance(optimizer.base, MuonWithAdamW):
+        optimizer.base.distribute(optimizer.spans(), world)
 
 
 def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any | None, str]:

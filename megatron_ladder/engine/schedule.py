@@ -99,11 +99,18 @@ def _transfer(rank: int, work: Pass, stages: int, chunks: int) -> Transfer | Non
 
 
 @lru_cache(maxsize=8)
-def make_schedule(stages: int, chunks: int, micro_batches: int, trains: bool = True) -> list[list[Slot]]:
+def make_schedule(
+    stages: int, chunks: int, micro_batches: int, trains: bool = True, lowest: int = 0
+) -> list[list[Slot]]:
     """Return the slots of every rank: 1F1B, interleaved for several chunks, or forward passes only.
 
-    A pass runs in the first slot in which its rank is free and its input has arrived.
+    A pass runs in the first slot in which its rank is free and its input has arrived. Of all chunks in the order of the
+    model, backward ends with number `lowest`; the slots of further passes and transfers stay empty.
     """
+
+    def is_needed(rank: int, work: Pass | None) -> bool:
+        return work is not None and (work.is_forward or work.chunk * stages + rank >= lowest)
+
     waiting = [deque(_passes(rank, stages, chunks, micro_batches, trains)) for rank in range(stages)]
     slots: list[list[Slot]] = [[] for _ in range(stages)]
     # The first pass of a micro-batch reads its token ids.
@@ -121,9 +128,10 @@ def make_schedule(stages: int, chunks: int, micro_batches: int, trains: bool = T
                 # The last forward pass of a micro-batch makes its loss.
                 arrived.add((rank, work._replace(is_forward=False)))
         transfers.sort()
+        transfers = [transfer for transfer in transfers if is_needed(transfer.target, transfer.read_by)]
         for rank, work in enumerate(works):
             rank_transfers = tuple(transfer for transfer in transfers if rank in (transfer.source, transfer.target))
-            slots[rank].append(Slot(work, rank_transfers))
+            slots[rank].append(Slot(work if is_needed(rank, work) else None, rank_transfers))
     return slots
 
 

@@ -10,13 +10,22 @@ data-parallel rank owns an equal part of every bucket, whose master weights and 
 A bucket is reduced when its last gradient of the step has been added. All ranks start the reduces in the same order, in
 which backward completes the buckets. After the update the weights are gathered in the opposite order, in which forward
 reads them, and every module waits for its weights before it runs.
+
+Frozen parameters have no gradients. They cut a bucket into segments, but all elements stay where they are:
+
+    bucket        [ a ][ b ][ c ][ d ][ e ][ padding ]       weights, and this rank's part of masters and moments
+    segments      [ a    b ][ c ][ d    e    padding ]       if c is frozen; with everything trained, there is one
+    gradients     [ a    b ]     [ d    e    padding ]
+
+A rank's part of the bucket is another part of each segment, so stage 1 sums segments that are not a whole bucket with
+an all-reduce, and a rank uses its elements of the result.
 """
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -31,26 +40,62 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.products import SUM, add_product
 
 
-class _Bucket:
-    """Parameters of one group whose gradients are reduced together.
+class _Segment:
+    """Neighbouring parameters of a bucket that all train, or are all frozen. The segments of a bucket tile it.
 
     Attributes:
-        parameters: their weights are views of `weights`.
-        offsets: index of the first element of each parameter.
-        weights: flat, in the precision of the model, padded to a multiple of the number of ranks.
-        own_weights: this rank's part of `weights`.
-        gradients: summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place.
-        master: this rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`.
-        reduce_over: ranks with the same parameters and other samples.
-        divided_over: ranks that own a part of the bucket each: those of `reduce_over`, or this rank alone.
-        copies: pipeline stages with copies of the parameters, over which gradients are summed first.
+        parameters, offsets: with the index of the first element of each in the bucket.
+        start: index in the bucket of the first element of `master`.
+        master: this rank's part in fp32, which may be empty, with its gradient if the parameters train.
+        gradients: summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place. None
+            if the parameters are frozen.
         unfinished: number of parameters that will get another gradient in this step.
         streams: CUDA streams that have added gradients.
     """
 
+    def __init__(self, bucket: "_Bucket", first: int, count: int, trains: bool) -> None:
+        """Take `count` parameters of a bucket, from number `first` on; the last one takes the padding, too."""
+        self.bucket = bucket
+        self.parameters = bucket.parameters[first : first + count]
+        *self.offsets, stop = [*bucket.offsets, len(bucket.weights)][first : first + count + 1]
+        low = bucket.divided_over.rank * len(bucket.master)
+        self.start = max(self.offsets[0], low)
+        own_length = max(min(stop, low + len(bucket.master)) - self.start, 0)
+        self.master = nn.Parameter(bucket.master[self.start - low :][:own_length])
+        self.gradients: Tensor | None = None
+        if trains:
+            self.gradients = bucket.master.new_zeros(stop - self.offsets[0])
+            self.master.grad = self.gradients[self.start - self.offsets[0] :][:own_length]
+        self.unfinished = 0
+        self.streams: set[Any] = set()
+
+
+class _Bucket:
+    """Parameters of one group whose weights are gathered together.
+
+    Attributes:
+        group: number of the parameter group.
+        parameters: their weights are views of `weights`.
+        offsets: index of the first element of each parameter.
+        weights: flat, in the precision of the model, padded to a multiple of the number of ranks.
+        own_weights: this rank's part of `weights`.
+        master: this rank's part in fp32. In an fp32 model it is `own_weights`.
+        segments: in the order of their parameters.
+        reduce_over: ranks with the same parameters and other samples.
+        divided_over: ranks that own a part of the bucket each: those of `reduce_over`, or this rank alone.
+        copies: pipeline stages with copies of the parameters, over which gradients are summed first.
+    """
+
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, mesh: ProcessMesh, shards: bool, is_copied: bool
+        self,
+        group: int,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        mesh: ProcessMesh,
+        shards: bool,
+        is_copied: bool,
     ) -> None:
+        self.group = group
         self.parameters = parameters
         self.reduce_over = mesh.data
         self.divided_over = divided_over = mesh.data if shards else CommGroup.alone()
@@ -58,17 +103,30 @@ class _Bucket:
         *self.offsets, length = accumulate((parameter.numel() for parameter in parameters), initial=0)
         own_length = -(-length // divided_over.size)
         self.weights = torch.zeros(own_length * divided_over.size, dtype=dtype, device=parameters[0].device)
-        self.gradients = torch.zeros_like(self.weights, dtype=torch.promote_types(dtype, torch.float32))
         for parameter, offset in zip(parameters, self.offsets, strict=True):
             view = self.weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        first = divided_over.rank * own_length
-        self.own_weights = self.weights.narrow(0, first, own_length)
-        self.master = nn.Parameter(self.own_weights.to(self.gradients.dtype))
-        self.master.grad = self.gradients.narrow(0, first, own_length)
-        self.unfinished = 0
-        self.streams: set[Any] = set()
+        self.own_weights = self.weights.narrow(0, divided_over.rank * own_length, own_length)
+        self.master = self.own_weights.to(torch.promote_types(dtype, torch.float32))
+        self.segments: list[_Segment] = []
+        self.divide(())
+
+    @property
+    def trains(self) -> bool:
+        """Whether some of the parameters train."""
+        return any(segment.gradients is not None for segment in self.segments)
+
+    def divide(self, frozen: Collection[nn.Parameter]) -> bool:
+        """Make segments for these frozen parameters; return whether they differ from those before."""
+        lengths = [(trains, len([*same])) for trains, same in groupby(one not in frozen for one in self.parameters)]
+        if lengths == [(segment.gradients is not None, len(segment.parameters)) for segment in self.segments]:
+            return False
+        firsts = accumulate((count for _, count in lengths), initial=0)
+        self.segments = [
+            _Segment(self, first, count, trains) for first, (trains, count) in zip(firsts, lengths, strict=False)
+        ]
+        return True
 
 
 class ShardedOptimizer(ZeroOptimizer):
@@ -77,7 +135,7 @@ class ShardedOptimizer(ZeroOptimizer):
     Attributes:
         shards: whether ranks divide the buckets (stage 1).
         buckets: in the order in which their gradients are reduced.
-        groups: the parameter groups of this rank's parts, for `base`.
+        groups: the parameter groups of this rank's parts that train, for `base`.
         gathers_late: whether the next forward pass starts the gathers instead of `step`.
     """
 
@@ -92,57 +150,92 @@ class ShardedOptimizer(ZeroOptimizer):
     ) -> None:
         """Move the parameters into buckets of at most `bucket_numbers` elements of `dtype`, or of one parameter.
 
-        `groups` are the parameter groups of the model, the last one of norms and biases.
+        `groups` are the parameter groups of the model, the last one of norms and biases. All parameters train.
         """
         super().__init__(model, mesh.data.rank == 0)
         self.shards = shards
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
         order: dict[_Bucket, tuple[bool, bool, int]] = {}
-        self.groups: list[dict[str, Any]] = []
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
             # Norms and biases are the first weights to arrive, because some are read outside of their modules.
             is_last = index == len(groups) - 1
-            buckets = []
             for parameters in _cut(ordered, bucket_numbers, tied):
-                bucket = _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)
-                buckets.append(bucket)
+                bucket = _Bucket(index, parameters, dtype, mesh, shards, parameters[0] is tied)
                 order[bucket] = bucket.copies is not None, is_last, -position[parameters[-1]]
-            self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
         self.buckets = sorted(order, key=order.__getitem__)
-        self._sums = {
-            parameter: (bucket, bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.shape))
-            for bucket in self.buckets
-            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
-        }
+        self.groups = [{**group} for group in groups]
+        self._trained: list[_Segment] = []
+        """Segments in the order in which they are reduced."""
+        self._sums: dict[nn.Parameter, tuple[_Segment, Tensor]] = {}
+        """For each parameter that trains, its segment and its gradient."""
+        self._list_trained()
         self._micro_batches = 0
         self._counts = True
         """Whether gradients are counted."""
         self._added: dict[nn.Parameter, int] = {}
         """Number of gradients of each parameter in this step."""
         self._reduces: list[InFlight] = []
-        """Reduces in flight, of the first buckets."""
+        """Reduces in flight, of the first segments."""
         self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
         self.gathers_late = self._is_due = False
+        bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         for parameter, (_, total) in self._sums.items():
             parameter.register_post_accumulate_grad_hook(self._add_gradient)
             if total.dtype != parameter.dtype:
                 setattr(parameter, SUM, functools.partial(self._add_product, parameter))
         for module in model.modules():
-            needed = [self._sums[parameter][0] for parameter in module.parameters(recurse=False)]
+            needed = [bucket_of[parameter] for parameter in module.parameters(recurse=False)]
             if needed:
                 module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
+
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        # The weights of a bucket that no longer trains may not have arrived.
+        self.finish_step()
+        for bucket in self.buckets:
+            before = bucket.segments
+            if bucket.divide(frozen):
+                self._move_moments(bucket, before)
+        self._list_trained()
+
+    def _move_moments(self, bucket: _Bucket, before: Sequence[_Segment]) -> None:
+        """Make moments keyed by the masters of earlier segments those of the present ones."""
+        states = [self.base.state.pop(segment.master, {}) for segment in before]
+        if not self.steps:
+            return
+        for which in self._moments_of(self.groups[bucket.group]):
+            parts = zip(before, states, strict=True)
+            # Parameters that have never trained have no moments.
+            moments = [state.get(which, torch.zeros_like(segment.master.detach())) for segment, state in parts]
+            lengths = [len(segment.master) for segment in bucket.segments]
+            for segment, moment in zip(bucket.segments, torch.cat(moments).split(lengths), strict=True):
+                self.base.state[segment.master][which] = moment
+        for segment in bucket.segments:
+            self._count_steps(segment.master)
+
+    def _list_trained(self) -> None:
+        self._trained = [one for bucket in self.buckets for one in bucket.segments if one.gradients is not None]
+        self._sums.clear()
+        for group in self.groups:
+            group["params"] = []
+        for segment in self._trained:
+            assert segment.gradients is not None
+            if len(segment.master):
+                self.groups[segment.bucket.group]["params"].append(segment.master)
+            for parameter, offset in zip(segment.parameters, segment.offsets, strict=True):
+                total = segment.gradients.narrow(0, offset - segment.offsets[0], parameter.numel())
+                self._sums[parameter] = segment, total.view(parameter.shape)
 
     @contextmanager
     def reducing(self, micro_batches: int) -> Iterator[None]:
         self._micro_batches = micro_batches
         self._added.clear()
-        for bucket in self.buckets:
-            bucket.unfinished = len(bucket.parameters)
+        for segment in self._trained:
+            segment.unfinished = len(segment.parameters)
         yield
-        for bucket in self.buckets[len(self._reduces) :]:
-            self._start_reduce(bucket)
+        for segment in self._trained[len(self._reduces) :]:
+            self._start_reduce(segment)
         for in_flight in self._reduces:
             in_flight.wait()
         self._reduces.clear()
@@ -159,27 +252,27 @@ class ShardedOptimizer(ZeroOptimizer):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether the reduces of some buckets have not started in this step."""
-        return len(self._reduces) < len(self.buckets)
+        """Whether the reduces of some segments have not started in this step."""
+        return len(self._reduces) < len(self._trained)
 
     def step(self) -> None:
         self.base.step()
+        self.steps += 1
         self._is_due = True
         if self.finishes_steps:
             self.finish_step()
         elif not self.gathers_late:
-            self.copy_masters_to_weights()
+            self._start_gathers(self._trained_buckets())
 
     def discard_gradients(self) -> None:
         pass  # The first gradients of the next step replace these.
 
     def spans(self) -> Iterator[Span]:
-        groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
         owned = self.shards or self._is_first_copy
         for bucket in self.buckets:
-            group = groups[id(bucket.master)]
-            part = bucket.divided_over.rank
-            yield from self._spans_in(group, bucket.parameters, bucket.offsets, bucket.master, part, owned)
+            group = self.groups[bucket.group]
+            for part in bucket.segments:
+                yield from self._spans_in(group, part.parameters, part.offsets, part.master, part.start, owned)
 
     def gather_late(self) -> None:
         """Leave the gathers to the forward passes, the next of which is captured, unless `finishes_steps`."""
@@ -192,22 +285,28 @@ class ShardedOptimizer(ZeroOptimizer):
         for in_flight in self._reduces:
             in_flight.wait()
         self._reduces[:] = [InFlight(in_flight.partial, None) for in_flight in self._reduces]
-        for bucket in self.buckets:
-            bucket.streams.clear()
+        for segment in self._trained:
+            segment.streams.clear()
 
     def forget_capture(self) -> None:
         """Forget the collectives of a capture that has failed; the next forward pass gathers the weights again."""
         self._reduces.clear()
         self._gathers.clear()
-        for bucket in self.buckets:
-            bucket.streams.clear()
+        for segment in self._trained:
+            segment.streams.clear()
         self._is_due = True
 
-    @torch.no_grad()
     def copy_masters_to_weights(self) -> None:
         """Start to give every rank the weights of all masters."""
+        self._start_gathers(self.buckets)
+
+    def _trained_buckets(self) -> list[_Bucket]:
+        return [bucket for bucket in self.buckets if bucket.trains]
+
+    @torch.no_grad()
+    def _start_gathers(self, buckets: Sequence[_Bucket]) -> None:
         self._is_due = False
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(buckets):
             if bucket.own_weights.dtype != bucket.master.dtype:
                 bucket.own_weights.copy_(bucket.master)
             in_flight = InFlight(*bucket.divided_over.start_all_gather(bucket.own_weights, into=bucket.weights))
@@ -218,8 +317,8 @@ class ShardedOptimizer(ZeroOptimizer):
 
     def _add_gradient(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        # None if `_add_product` has added it.
-        if gradient is not None:
+        # None if `_add_product` has added it. Of a tied embedding, the other stage's copy may be frozen.
+        if gradient is not None and parameter in self._sums:
             self._add(parameter, lambda total, first: total.copy_(gradient) if first else total.add_(gradient))
 
     def _add_product(self, parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
@@ -228,40 +327,41 @@ class ShardedOptimizer(ZeroOptimizer):
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter, add: Callable[[Tensor, bool], object]) -> None:
         """Call `add` with the parameter's sum, and whether it replaces those of an earlier step."""
-        bucket, total = self._sums[parameter]
+        segment, total = self._sums[parameter]
         earlier = self._added.get(parameter, 0)
         count = self._added[parameter] = earlier + 1 if self._counts else earlier
         if count > self._micro_batches:
             raise RuntimeError(f"gradient {count} of a parameter in a step of {self._micro_batches} backward passes")
         add(total, earlier == 0)
         if total.is_cuda:
-            bucket.streams.add(torch.cuda.current_stream())
-        bucket.unfinished -= count == self._micro_batches
-        for ready in self.buckets[len(self._reduces) :]:
-            if ready.unfinished or ready.copies is not None:
+            segment.streams.add(torch.cuda.current_stream())
+        segment.unfinished -= count == self._micro_batches
+        for ready in self._trained[len(self._reduces) :]:
+            if ready.unfinished or ready.bucket.copies is not None:
                 break
             self._start_reduce(ready)
 
     @torch.no_grad()
-    def _start_reduce(self, bucket: _Bucket) -> None:
-        for parameter in bucket.parameters:
+    def _start_reduce(self, segment: _Segment) -> None:
+        gradients, bucket = segment.gradients, segment.bucket
+        assert gradients is not None
+        for parameter in segment.parameters:
             if parameter not in self._added:
                 self._sums[parameter][1].zero_()
-        for stream in bucket.streams:
+        for stream in segment.streams:
             torch.cuda.current_stream().wait_stream(stream)
-        bucket.streams.clear()
+        segment.streams.clear()
         if bucket.copies is not None:
-            bucket.copies.all_reduce(bucket.gradients)
-        if self.shards:
-            started = bucket.reduce_over.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)
+            bucket.copies.all_reduce(gradients)
+        if self.shards and len(gradients) == len(bucket.weights):
+            started = bucket.reduce_over.start_reduce_scatter(gradients, into=segment.master.grad)
             self._reduces.append(InFlight(*started))
         else:
-            work = bucket.reduce_over.start_all_reduce(bucket.gradients)
-            self._reduces.append(InFlight(bucket.gradients, work))
+            self._reduces.append(InFlight(gradients, bucket.reduce_over.start_all_reduce(gradients)))
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
         if self._is_due:
-            self.copy_masters_to_weights()
+            self._start_gathers(self._trained_buckets())
         while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
             _, in_flight = self._gathers.popleft()
             in_flight.wait()

@@ -12,7 +12,7 @@ their own heads, positions or experts, then sum their parts of them: each those 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ZeroOptimizer(OptimizerState, ABC):
     Attributes:
         base: torch's optimizer; to be set before the first step.
         finishes_steps: whether `step` waits for all weights, for a caller that reads them after every step.
+        steps: the number of steps that have updated weights.
     """
 
     base: torch.optim.Optimizer
@@ -47,8 +48,11 @@ class ZeroOptimizer(OptimizerState, ABC):
         self._model = model
         self._is_first_copy = is_first_copy
         self._sections = {id(parameter): sections for parameter, sections in parameter_sections(model)}
-        self._frozen: Collection[Sequence[Section]] = ()
-        """The sections of the parameters that no step changes."""
+        self.steps = 0
+
+    @abstractmethod
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        """Change neither these parameters nor their moments from the next step on, and all others."""
 
     @abstractmethod
     def reducing(self, micro_batches: int) -> AbstractContextManager[None]:
@@ -72,53 +76,20 @@ class ZeroOptimizer(OptimizerState, ABC):
     def finish_step(self) -> None:
         """Wait for the weights of the last step, for readers other than the model's forward pass."""
 
-    @contextmanager
-    def keeping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Freeze parameters inside the block: their gradients are zero, steps change neither them nor their moments.
-
-        Masters of several parameters share a tensor, which the optimizer updates as a whole, so their values are copied
-        back after its update, before any weights are made from masters.
-        """
-        self._frozen = {self._sections[id(parameter)] for parameter in parameters}
-        spans = [span for span in self.spans() if span.sections in self._frozen]
-        copies: list[list[tuple[Tensor, Tensor]]] = []
-
-        def copy(*_: object) -> None:
-            # ZeRO-3 updates one tensor after another.
-            updated = {id(tensor) for group in self.base.param_groups for tensor in group["params"]}
-            values = []
-            for span in spans:
-                if id(span.flat_master) in updated:
-                    values += [span.master, *(self.moment(span, which) for which in span.moments)]
-            copies.append([(value, value.clone()) for value in values])
-
-        def copy_back(*_: object) -> None:
-            for value, earlier in copies.pop():
-                value.copy_(earlier)
-
-        hooks = [self.base.register_step_pre_hook(copy), self.base.register_step_post_hook(copy_back)]
-        try:
-            yield
-        finally:
-            self._frozen = ()
-            for hook in hooks:
-                hook.remove()
-
     def _spans_in(
         self,
         group: Mapping[str, Any],
         parameters: Sequence[nn.Parameter],
         offsets: Sequence[int],
         master: Tensor,
-        part: int,
+        low: int,
         owned: bool,
     ) -> Iterator[Span]:
-        """Yield the spans in part number `part` of a flat vector, whose fp32 values are `master`; parts are equal.
+        """Yield the spans in a part of a flat vector, from its element `low` on, whose fp32 values are `master`.
 
         The parameters of the vector begin at `offsets` and belong to the parameter group `group`.
         """
-        moments = (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
-        low = part * master.numel()
+        moments = self._moments_of(group)
         high = low + master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
             first = max(offset, low)
@@ -128,54 +99,48 @@ class ZeroOptimizer(OptimizerState, ABC):
                 sections = self._sections[id(parameter)]
                 yield Span(sections, parameter.shape, first - offset, weight, master, first - low, owned, moments)
 
+    def _moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
+
     def states(self) -> Iterator[Span]:
         for state, sections in state_sections(self._model):
             yield Span(sections, state.shape, 0, state.view(-1), state, 0, self._is_first_copy, ())
 
     def gradients(self) -> list[tuple[Span, Tensor]]:
-        """Return `Gradients` of all spans before a step, reduced over the ranks with the same parameter and other
-        samples."""
-        gradients = list(zip(self.spans(), self._gradients(), strict=True))
-        for span, gradient in gradients:
-            if span.sections in self._frozen:
-                gradient.zero_()
-        return gradients
-
-    def _gradients(self) -> Iterator[Tensor]:
-        """Iterate over the gradients of `spans`; by default they are those of the masters."""
-        for span in self.spans():
-            assert span.flat_master.grad is not None
-            yield span.flat_master.grad.view(-1).narrow(0, span.offset, span.length)
+        """Return `Gradients` of the spans that train before a step, reduced over the ranks with the same parameter and
+        other samples."""
+        return [
+            (span, span.flat_master.grad.view(-1).narrow(0, span.offset, span.length))
+            for span in self.spans()
+            if span.flat_master.grad is not None
+        ]
 
     def moment(self, span: Span, which: str) -> Tensor:
         state = self.base.state[span.flat_master]
         if which not in state:
             state[which] = torch.zeros_like(span.flat_master, memory_format=torch.preserve_format).detach()
-            if isinstance(self.base, torch.optim.AdamW):
-                # AdamW treats any non-empty state as fully initialized.
-                state.setdefault("step", self._step_count(span.flat_master, 0))
+            self._count_steps(span.flat_master)
         return state[which].view(-1).narrow(0, span.offset, span.length)
 
     def steps_taken(self) -> int:
-        counters = [*self.base.param_groups, *(self.base.state[flat_master] for flat_master in self._flat_masters())]
-        return next((int(counter["step"]) for counter in counters if "step" in counter), 0)
+        return self.steps
 
     def set_steps_taken(self, steps: int) -> None:
+        self.steps = steps
         if not isinstance(self.base, torch.optim.AdamW):
             for group in self.base.param_groups:
                 group["step"] = steps
-            return
-        for flat_master in self._flat_masters():
-            self.base.state[flat_master]["step"] = self._step_count(flat_master, steps)
+        # ZeRO-3 registers the tensors that the optimizer updates with it only during a step.
+        for flat_master in {id(span.flat_master): span.flat_master for span in self.spans()}.values():
+            self._count_steps(flat_master)
 
-    def _step_count(self, flat_master: Tensor, steps: int) -> Tensor:
-        """Return the count as AdamW stores it: a tensor, which its fused kernel requires on the device."""
-        device = flat_master.device if self.base.defaults["fused"] else torch.device("cpu")
-        return torch.tensor(float(steps), device=device)
-
-    def _flat_masters(self) -> list[Tensor]:
-        """Return the tensors that the optimizer updates; ZeRO-3 registers them with it only during a step."""
-        return list({id(span.flat_master): span.flat_master for span in self.spans()}.values())
+    def _count_steps(self, flat_master: Tensor) -> None:
+        """Make the number of steps that of a tensor with moments, which AdamW treats as fully initialised."""
+        state = self.base.state.get(flat_master)
+        if state and isinstance(self.base, torch.optim.AdamW):
+            # The fused kernel requires the count on the device.
+            device = flat_master.device if self.base.defaults["fused"] else torch.device("cpu")
+            state["step"] = torch.tensor(float(self.steps), device=device)
 
     def adopt_weights(self) -> None:
         """Make weights that were changed since the last step their own masters; the other masters stay precise."""

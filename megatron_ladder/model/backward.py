@@ -36,6 +36,11 @@ them under its own first sub-blocks. In general, the slot of an output holds the
 the previous one (at first, from the cut) that miss it. This requires outputs that arrive in order, and norms that can
 pass on an unreduced gradient of all positions, which those of a sharded stream cannot. Otherwise gradients cross
 complete: g at the cut, and the gradient of each part as far as it arises behind the cut. `MirrorPlan` lists the reads.
+
+Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j is the first output of a
+sub-block with weights that train, then only reads that see it need gradients: those from f_j on, or with own partials
+all behind j. Other reads of sub-blocks whose norm trains are reduced for it alone; what neither has weights that train
+nor such a read keeps no graph.
 """
 
 import functools
@@ -66,7 +71,7 @@ class LocalReading(NamedTuple):
     stream: Tensor
     """The input of the lane; a leaf that collects its gradient."""
     normed_edge: GradientEdge | None
-    """None if only the stream is kept for backward."""
+    """None if only the stream is kept for backward, or the normed stream needs no gradient."""
     normed: Tensor
     """This rank's positions, detached."""
     whole: InFlight | None
@@ -79,7 +84,8 @@ class _Graph(NamedTuple):
     """The two local graphs of a lane; the second one ends in the partial sum and the losses."""
 
     reading: LocalReading
-    partial: GradientEdge
+    partial: GradientEdge | None
+    """None if nothing below it trains, but another lane does."""
     losses: dict[str, GradientEdge]
 
 
@@ -138,8 +144,12 @@ class ForwardRecord:
         first: int,
         launch: Launch,
         queue: CudaSideQueue | None,
+        state_trains: bool,
     ) -> None:
-        """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` runs reads ahead."""
+        """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` runs reads ahead.
+
+        `state_trains`: whether the state that enters needs a gradient.
+        """
         self.steps = steps
         self.context = context
         self.plan = plan
@@ -155,6 +165,15 @@ class ForwardRecord:
         """For some norms a leaf that stands in for the weight, and what its gradient goes to."""
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
         self._crossing_norms = self.mirror.crossing_norms(steps, self.first)
+        self.state_trains = state_trains
+        trained = [number for number, step in enumerate(steps, first) if state_trains or step.trains]
+        self.first_needed = first
+        """The first read whose gradient is needed."""
+        if not state_trains:
+            seen = [number + 1 if steps[0].reads_own else plan.first_reads[number] for number in trained]
+            self.first_needed = min(seen)
+        self.backward_order = sorted({*trained, *range(self.first_needed, self.last)}, reverse=True)
+        """The sub-blocks that go backward."""
         self._extra_arguments: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         """For each sub-block and lane that is recomputed what its body does not compute again."""
         self._lanes: list[list[_Graph | LocalReading | Tensor]] = []
@@ -165,8 +184,14 @@ class ForwardRecord:
     ) -> tuple[Tensor, list[LocalReading]]:
         """See `ForwardPass.read`."""
         stream = stream if output is None else stream + output
-        leaves = (read.detach().requires_grad_() for read in self.steps[step].reads(stream, missing))
-        return stream, [self._read(step, leaf, with_graph=not self.steps[step].recompute) for leaf in leaves]
+        needs_gradient = self.first + step >= self.first_needed
+        leaves = (read.detach().requires_grad_(needs_gradient) for read in self.steps[step].reads(stream, missing))
+        with_graph = not self.steps[step].recompute and self._needs_normed(step)
+        return stream, [self._read(step, leaf, with_graph) for leaf in leaves]
+
+    def _needs_normed(self, step: int) -> bool:
+        """Whether a sub-block needs the gradient of its normed stream."""
+        return self.first + step >= self.first_needed or self.steps[step].norm.weight.requires_grad
 
     def start(self, step: int, reading: list[LocalReading], launch: Launch) -> tuple[Output, PassStats]:
         """See `ForwardPass.start`."""
@@ -174,12 +199,14 @@ class ForwardRecord:
         stats = PassStats()
         parts: list[Tensor] = []
         lanes: list[_Graph | LocalReading | Tensor] = []
+        goes_backward = self.first + step in self.backward_order
         for lane, read in enumerate(reading):
-            if sub_block.recompute:
+            if sub_block.recompute or not goes_backward:
                 assert read.whole is not None
                 part, lane_stats, extra_arguments = sub_block.lanes[lane](read.whole.wait(), self.context)
-                self._extra_arguments[step, lane] = extra_arguments
-                lanes.append(read.stream)
+                if goes_backward:
+                    self._extra_arguments[step, lane] = extra_arguments
+                    lanes.append(read.stream)
             else:
                 graph, part, lane_stats = self._build(step, lane, read)
                 lanes.append(graph)
@@ -194,26 +221,26 @@ class ForwardRecord:
         with self.steps[step].named("gather"):
             if isinstance(recorded, _Graph):
                 input_gradient = recorded.reading.input_gradient
-                if input_gradient.input_again is None:
+                if input_gradient.needs_input_again and input_gradient.input_again is None:
                     input_gradient.input_again = self.layout.start_read(recorded.reading.normed)
             elif isinstance(recorded, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
                 # what the chain uses until then.
-                read = functools.partial(self._read, step, recorded, with_graph=True)
+                read = functools.partial(self._read, step, recorded, self._needs_normed(step))
                 self._lanes[step] = [read() if self.queue is None else self.queue.run(read, uses=None)]
 
-    def pop_graphs(self) -> list[_Graph]:
-        """Remove and return the graphs of the last sub-block that has not gone backward."""
-        lanes = self._lanes.pop()
-        step = len(self._lanes)
+    def pop_graphs(self, step: int) -> list[_Graph]:
+        """Remove and return the graphs of a sub-block."""
+        lanes = self._lanes[step]
+        self._lanes[step] = []
         graphs = [recorded for recorded in lanes if isinstance(recorded, _Graph)]
         if graphs:
             return graphs
         with self.steps[step].named("recompute"):
             # All lanes are read before the first body runs.
             readings = [
-                self._read(step, recorded, with_graph=True) if isinstance(recorded, Tensor) else recorded
+                self._read(step, recorded, self._needs_normed(step)) if isinstance(recorded, Tensor) else recorded
                 for recorded in lanes
                 if not isinstance(recorded, _Graph)
             ]
@@ -259,12 +286,15 @@ class ForwardRecord:
         partial sum and not the tensor, whose storage the reduce overwrites."""
         assert reading.whole is not None
         with torch.enable_grad():
-            normed = reached_by_backward(reading.whole.wait())
+            normed = reading.whole.wait()
+            if self._needs_normed(step):
+                normed = reached_by_backward(normed)
             body = self.steps[step].lanes[lane]
             extra_arguments = self._extra_arguments.pop((step, lane), ())
             partial, stats, _ = body(normed, self.context, reading.input_gradient, *extra_arguments)
-        edges = {name: get_gradient_edge(loss) for name, loss in stats.losses.items()}
-        graph = _Graph(reading._replace(whole=None), get_gradient_edge(partial), edges)
+        edges = {name: get_gradient_edge(loss) for name, loss in stats.losses.items() if loss.requires_grad}
+        edge = get_gradient_edge(partial) if partial.requires_grad else None
+        graph = _Graph(reading._replace(whole=None), edge, edges)
         return graph, partial.detach(), stats.detached()
 
 
@@ -277,7 +307,7 @@ class _BackwardWalk:
         """g."""
         self._next_read = self._plan.start
         """The newest read of which g might not include the gradient yet."""
-        self._reduces: dict[int, Callable[[], Tensor]] = {}
+        self._reduces: dict[int, Callable[[], Tensor | None]] = {}
         """Reads that g does not include yet, or the first of several that crossed a cut together, and a function that
         waits for the sum of the gradients over the ranks."""
         self._complete: dict[int, Sequence[Tensor]] = {}
@@ -300,31 +330,36 @@ class _BackwardWalk:
                 whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], record.launch).whole
                 self._keep(reads.start, whole.wait, parts)
 
-    def run(self) -> Tensor:
+    def run(self) -> Tensor | None:
         record = self._record
         if record.sharded:
-            record.gather_again(len(record.steps) - 1)
-        for number in reversed(range(record.first, record.last)):
-            graphs = record.pop_graphs()
+            record.gather_again(record.backward_order[0] - record.first)
+        for number, following in itertools.pairwise([*record.backward_order, None]):
+            assert number is not None
             step = number - record.first
+            graphs = record.pop_graphs(step)
             if record.sharded:
                 gradients: Sequence[Tensor] = [(self._join() or self._start_gather(number)).wait()]
             else:
                 gradients = self._output_gradients(number)
-            if record.sharded and step > 0:
-                record.gather_again(step - 1)
-            if record.queue is not None and step > 0 and record.plan.first_reads[number - 1] > number:
+            if record.sharded and following is not None:
+                record.gather_again(following - record.first)
+            if record.queue is not None and following is not None and record.plan.first_reads[following] > number:
                 # The gradient of the next output does not depend on the sub-block that is about to run. If g has passed
                 # the output, its gather alone uses the gradient, and holds it.
                 uses = (self._stream_gradient, *self._reduces.values())
-                self._ahead = record.queue.run(functools.partial(self._start_gather, number - 1), uses)
+                self._ahead = record.queue.run(functools.partial(self._start_gather, following), uses)
             with record.steps[step].named("backward"):
                 self._differentiate(number, graphs, gradients)
-        entered = self._entered_state_gradient()
+        if not record.state_trains:
+            # Of norms whose stream needs no gradient.
+            for wait in self._reduces.values():
+                wait()
+        entered = self._entered_state_gradient() if record.state_trains else None
         record.end_pass()
         return entered
 
-    def _keep(self, read: int, wait: Callable[[], Tensor], unreduced: Sequence[Tensor]) -> None:
+    def _keep(self, read: int, wait: Callable[[], Tensor | None], unreduced: Sequence[Tensor]) -> None:
         self._reduces[read] = wait
         if self._record.steps[0].reads_own and self._record.plan.missing(read):
             self._unreduced[read] = unreduced
@@ -367,13 +402,14 @@ class _BackwardWalk:
         lanes = len(self._record.steps[0].lanes)
         while self._next_read >= read:
             if self._next_read in self._reduces:
-                wait = self._reduces.pop(self._next_read)
-                self._stream_gradient = self._stream_gradient + wait()
+                gradient = self._reduces.pop(self._next_read)()
+                assert gradient is not None, "a read below the weights that train"
+                self._stream_gradient = self._stream_gradient + gradient
             for output in self._plan.completed[self._next_read]:
                 self._complete[output] = [self._stream_gradient] * lanes
             self._next_read -= 1
 
-    def _wait_and_norm(self, step: SubBlock, reading: LocalReading) -> Tensor:
+    def _wait_and_norm(self, step: SubBlock, reading: LocalReading) -> Tensor | None:
         gradient = reading.input_gradient.wait()
         with step.named("norm backward"):
             return _run_norm_backward(reading.normed_edge, reading.stream, gradient)
@@ -384,8 +420,10 @@ class _BackwardWalk:
         crosses = number < self._plan.first_reduced
         unreduced: list[Tensor] = []
         for graph, gradient in zip(graphs, gradients, strict=True):
+            if graph.partial is None:
+                continue
             if crosses or step.reads_own:
-                starts_sum = graph is graphs[-1] and not crosses
+                starts_sum = graph is graphs[-1] and not crosses and number >= self._record.first_needed
                 # Without the graph, whose nodes lead to this function: a cycle through C++ would never be freed.
                 norm_backward = functools.partial(_run_norm_backward, graph.reading.normed_edge, graph.reading.stream)
                 end_read = functools.partial(self._end_read, step, norm_backward, unreduced, starts_sum)
@@ -396,7 +434,10 @@ class _BackwardWalk:
         last = graphs[-1].reading
         in_flight = last.input_gradient.in_flight
         if in_flight is None:
-            # The sub-block before it takes the same normed stream, and starts the sum.
+            # The sub-block before it takes the same normed stream, and starts the sum, or nothing needs it.
+            return
+        if (crosses or step.reads_own) and not unreduced:
+            # Only its norm needs the gradient, and has gone backward.
             return
         if crosses:
             self._cross(number, unreduced)
@@ -407,16 +448,18 @@ class _BackwardWalk:
     def _end_read(
         self,
         step: SubBlock,
-        norm_backward: Callable[[Tensor], Tensor],
+        norm_backward: Callable[[Tensor], Tensor | None],
         unreduced: list[Tensor],
         starts_sum: bool,
         normed_gradient: Tensor,
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
-        unreduced.append(norm_backward(normed_gradient))
+        gradient = norm_backward(normed_gradient)
+        if gradient is not None:
+            unreduced.append(gradient)
         if starts_sum:
             return step.start_sum(unreduced, self._record.launch).whole
-        return leave_unreduced(unreduced[-1])
+        return leave_unreduced(normed_gradient)
 
     def _entered_state_gradient(self) -> Tensor:
         """Return the gradient of the state that entered, which goes to the range before."""
@@ -435,11 +478,10 @@ class _BackwardWalk:
         return state
 
 
-def _run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of the stream that a norm has read."""
+def _run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, gradient: Tensor) -> Tensor | None:
+    """Return the gradient of the stream that a norm has read, if it is needed."""
     assert normed_edge is not None
     run_backward((normed_edge,), (gradient,))
-    assert stream.grad is not None
     return stream.grad
 
 
@@ -453,7 +495,7 @@ class _MirroredRange(Function):
         return leaving, stats, *stats.losses.values()
 
     @staticmethod
-    def backward(ctx: Any, state_gradient: Tensor, _: None, *losses: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, state_gradient: Tensor, _: None, *losses: Tensor) -> tuple[Tensor | None, None]:
         named = dict(zip(ctx.loss_names, losses, strict=True))
         return _BackwardWalk(ctx.record, state_gradient, named).run(), None
 
@@ -464,7 +506,7 @@ def walk_mirrored(state: Tensor, record: ForwardRecord) -> tuple[Tensor, PassSta
     Parameters get their gradients from inside that backward, as under reentrant checkpointing.
     """
     if not state.requires_grad:
-        # The embedding is frozen.
+        # Nothing below trains.
         state = reached_by_backward(state)
     leaving, stats, *losses = _MirroredRange.apply(state, record)
     return leaving, stats._replace(losses=dict(zip(stats.losses, losses, strict=True)))

@@ -228,6 +228,13 @@ class LanguageModel(nn.Module):
         """Return whether a chunk is the model's last one, which returns losses."""
         return self.is_last and chunk == self.chunks - 1
 
+    def trains_in(self, chunk: int) -> bool:
+        """Return whether a chunk has weights that train."""
+        ends: list[nn.Module] = [self.embedding] if self.begins_in(chunk) else []
+        ends += [self.final_norm, self.head] if self.ends_in(chunk) else []
+        weights = (parameter for module in ends for parameter in module.parameters())
+        return any(step.trains for step in self.stack.sub_blocks(chunk)) or any(one.requires_grad for one in weights)
+
     def allocate_state(self, tokens: Tensor, chunk: int, leaves: bool = False) -> Tensor:
         """Return a buffer for the state that enters, or leaves, a chunk with these token ids [b, s]."""
         rows, length = tokens.shape

@@ -161,10 +161,12 @@ class TransformerStack(nn.Module):
         if self.desync:
             return walk_desync(state[0], steps, context).unsqueeze(0), PassStats()
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
-        if torch.is_grad_enabled() and (self._mirrors or self._reads_own):
-            record = ForwardRecord(steps, context, self.plan, first, launch, queue)
+        trains = torch.is_grad_enabled() and (state.requires_grad or any(step.trains for step in steps))
+        if trains and (self._mirrors or self._reads_own):
+            record = ForwardRecord(steps, context, self.plan, first, launch, queue, state.requires_grad)
             return walk_mirrored(state, record)
-        return walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
+        with torch.set_grad_enabled(trains):
+            return walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
 
     def sub_blocks(self, chunk: int = 0) -> Sequence[SubBlock]:
         """Return the steps of all layers of a chunk."""

@@ -141,6 +141,11 @@ class SubBlock(NamedTuple):
         return body
 
     @property
+    def trains(self) -> bool:
+        """Whether some of its weights train."""
+        return any(weight.requires_grad for module in (self.norm, *self.lanes) for weight in module.parameters())
+
+    @property
     def recomputes(self) -> bool:
         """Whether this forward pass keeps only the input."""
         return self.recompute and torch.is_grad_enabled()

@@ -105,6 +105,8 @@ class _AddOnRankZero(Function):
         return partial + bias if group.rank == 0 else partial.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
         bias_gradient = gradient.flatten(0, -2).sum(0)
         return gradient, bias_gradient if ctx.equal_gradients else ctx.group.broadcast(bias_gradient), None, None

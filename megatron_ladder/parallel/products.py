@@ -52,22 +52,25 @@ class InputGradient:
     Attributes:
         launch: starts to sum the parts of the ranks; may be replaced before backward.
         in_flight: the gradient, once backward has computed this rank's part of it for all uses of the input.
-        input_again: the input, which the caller gathers again for backward; None until that gather starts.
+        needs_input_again: whether backward needs the input, and the caller has to gather it again.
+        input_again: the input, once that gather has started.
     """
 
     def __init__(self, launch: Launch, keeps_input: bool = True) -> None:
         """Without `keeps_input` the caller sets `input_again` before backward."""
         self.launch = launch
+        self.needs_input_again = False
         self.input_again: InFlight | None = None
         self.in_flight: InFlight | None = None
         self._keeps_input = keeps_input
         self._uses = 0
         self._part: Tensor | None = None
 
-    def use(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Count one more use of the input, and return what it keeps for backward."""
+    def use(self, x: Tensor, trains: bool) -> tuple[Tensor, ...]:
+        """Count one more use of the input, by weights that train or not; return what it keeps for backward."""
         self._uses += 1
-        return (x,) if self._keeps_input else ()
+        self.needs_input_again |= trains and not self._keeps_input
+        return (x,) if trains and self._keeps_input else ()
 
     def add(self, part: Tensor) -> None:
         """Add this rank's gradient of one use; that of the last one starts the sum over the ranks."""
@@ -84,15 +87,18 @@ class InputGradient:
 
 
 class _Product(Function):
-    """Saves the parameter for backward, before which ZeRO-3 gathers it again."""
+    """Saves the parameter for backward, before which ZeRO-3 gathers it again, and the input if the parameter trains."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None, wide: bool
     ) -> Tensor:
-        ctx.save_for_backward(weight, *((x,) if input_gradient is None else input_gradient.use(x)))
+        trains = weight.requires_grad
+        saved_input: tuple[Tensor, ...] = (x,) if trains else ()
+        if input_gradient is not None:
+            saved_input = input_gradient.use(x, trains)
+        ctx.save_for_backward(weight, *saved_input)
         ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
-        ctx.has_bias = bias is not None
         ctx.sum = None if wide else getattr(weight, SUM, None)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
         return F.linear(x.to(dtype), weight.to(dtype), bias)
@@ -100,16 +106,19 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, *saved_input = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_x: Tensor | None = None
-        if ctx.input_gradient is not None or ctx.needs_input_grad[0]:
+        of_weight: Tensor | None = None
+        if needs_x:
             of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
-        if ctx.input_gradient is not None:
+        if needs_x and ctx.input_gradient is not None:
             ctx.input_gradient.add(of_x)
             of_x = None
-        x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
-        of_weight = (a @ b).to(weight.dtype) if ctx.sum is None else ctx.sum(a, b)
+        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        if needs_weight:
+            x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
+            a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
+            of_weight = (a @ b).to(weight.dtype) if ctx.sum is None else ctx.sum(a, b)
         return of_x, of_weight, of_bias, None, None
 
 
@@ -297,7 +306,7 @@ class _Experts(Function):
     ) -> Tensor:
         gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], gate, up, sorted_rows)
         saved_gate_up = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
-        inputs = (x,) if input_gradient is None else input_gradient.use(x)
+        inputs = (x,) if input_gradient is None else input_gradient.use(x, trains=True)
         ctx.save_for_backward(gate, up, down, weights, saved_gate_up, *inputs)
         ctx.sorted_rows, ctx.swiglu, ctx.input_gradient = sorted_rows, swiglu, input_gradient
         inner = swiglu(gate_up)
@@ -322,20 +331,24 @@ class _Experts(Function):
         of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
         of_gate_up, of_down, of_row_weights = _differentiate(
-            of_rows, gate_up, down, row_weights, sorted_rows, ctx.swiglu
+            of_rows, gate_up, down, row_weights, sorted_rows, ctx.swiglu, ctx.needs_input_grad[3]
         )
         of_weights = of_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
         del of_rows, gate_up
         of_gate, of_up = (part.contiguous() for part in of_gate_up.chunk(2, dim=-1))
         del of_gate_up
-        of_x: Tensor | None = sorted_rows.sum_by_token(
-            _multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows)
-        )
-        if input_gradient is not None:
+        needs_x, *need_inputs = ctx.needs_input_grad[:3]
+        of_x: Tensor | None = None
+        if needs_x:
+            of_x = sorted_rows.sum_by_token(_multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows))
+        if needs_x and input_gradient is not None:
             input_gradient.add(of_x)
             of_x = None
-        rows = sorted_inputs()
-        of_inputs = (_multiply_outer(part, rows, sorted_rows) for part in (of_gate, of_up))
+        rows = sorted_inputs() if any(need_inputs) else None
+        of_inputs = [
+            _multiply_outer(part, rows, sorted_rows) if is_needed and rows is not None else None
+            for part, is_needed in zip((of_gate, of_up), need_inputs, strict=True)
+        ]
         return (of_x, *of_inputs, of_down, of_weights, None, None, None, None)
 
 
@@ -346,7 +359,8 @@ def _differentiate(
     row_weights: Tensor,
     sorted_rows: SortedRows,
     swiglu: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+    down_trains: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of gate_up [n k, 2 f], down [E, h, f] and the weights of sorted rows [n k].
 
     `of_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
@@ -356,7 +370,7 @@ def _differentiate(
         inner = swiglu(leaf)
     row_weights = row_weights.to(inner.dtype)
     of_weighted = _multiply(of_rows, down, sorted_rows)
-    of_down = _multiply_outer(of_rows, inner.detach() * row_weights, sorted_rows)
+    of_down = _multiply_outer(of_rows, inner.detach() * row_weights, sorted_rows) if down_trains else None
     of_row_weights = (of_weighted * inner.detach()).sum(-1)
     (of_gate_up,) = torch.autograd.grad(inner, leaf, of_weighted.mul_(row_weights))
     return of_gate_up, of_down, of_row_weights

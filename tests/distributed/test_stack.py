@@ -1,6 +1,7 @@
 """The order of launches, waits and computations in the stack, and ranges of layers that are chained."""
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +43,15 @@ WIRINGS: dict[str, dict[str, Any]] = {
 
 
 def stack_events(
-    config: ModelConfig, options: StackOptions, training: bool = True, sharded: bool = False
+    config: ModelConfig,
+    options: StackOptions,
+    training: bool = True,
+    sharded: bool = False,
+    frozen: str | None = None,
 ) -> tuple[str, str]:
     """Return the events of the stack's forward pass and, with `training`, of its backward pass.
 
+    With `frozen`, parameters whose names match it are frozen, and the state that enters needs no gradient.
     They are launches and waits of reduces (`L3`, `W3`) and gathers (`G3`, `H3`), numbered by sub-block, and sums that
     are waited for at once (`S`); in forward, starts of bodies (`B3`); in backward, recomputations (`B3`), gradients of
     first weights (`D3`), and gathers of inputs (`X3`, `Y3`).
@@ -57,7 +63,10 @@ def stack_events(
         assert isinstance(step.body, nn.Module)
         hooks.append(step.body.register_forward_pre_hook(lambda *_, name=f"B{number}": group.events.append(name)))
     with torch.set_grad_enabled(training):
-        state = torch.randn(1, 6 if sharded else 12, 2, config.hidden_size, requires_grad=training)
+        needs_gradient = training and frozen is None
+        state = torch.randn(1, 6 if sharded else 12, 2, config.hidden_size, requires_grad=needs_gradient)
+        for name, parameter in model.stack.named_parameters():
+            parameter.requires_grad_(frozen is None or not re.search(frozen, name))
         output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     forward, reduces, gathers = " ".join(group.events), group.started, group.gathers
     group.events.clear()
@@ -67,7 +76,7 @@ def stack_events(
         hook.remove()
         step.norm.register_forward_pre_hook(lambda *_, name=f"B{number}": group.events.append(name))
         for name, parameter in step.body.named_parameters():
-            if name in ("qkv_proj.weight", "gate_up_proj.weight"):
+            if name in ("qkv_proj.weight", "gate_up_proj.weight") and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=f"D{number}": group.events.append(name))
     output.sum().backward()
 
@@ -165,6 +174,37 @@ def test_recomputation_runs_under_the_reduces_and_repeats_none(gloo_pools: GlooP
     for recompute, events in expected.items():
         for _, found in gloo_pools(2).run(stack_events, config, StackOptions(recompute_layers=recompute)):
             assert without("D", found) == events
+
+
+@pytest.mark.parametrize(
+    ("wiring", "frozen", "backward"),
+    [
+        ("standard", r"layers\.0\.", "L5 D5 W5 L4 D4 W4 L3 D3 W3 L2 D2 W2"),
+        ("standard", r"layers\.0\.|norm", "L5 D5 W5 L4 D4 W4 L3 D3 W3 D2"),
+        ("standard", r"layers\.[02]\.", "L5 W5 L4 W4 L3 D3 W3 L2 D2 W2"),
+        # Reads 2 and 3 do not see output 2. They are reduced for their norms, after everything else.
+        ("ladder", r"layers\.0\.", "L5 D5 L4 D4 W5 L3 D3 W4 L2 D2 W3 W2"),
+        ("ladder", r"layers\.0\.|norm", "L5 D5 L4 D4 W5 D3 W4 D2"),
+        # Output 2 is only seen by read 4, and sub-block 3 keeps no graph.
+        ("ladder", r"layers\.[02]\.|1\.bodies\.mlp|norm", "L5 L4 W5 W4 D2"),
+        ("ladder", r"layers\.[12]\.", "L5 L4 W5 L3 W4 L2 W3 L1 D1 W2 L0 D0 W1 W0"),
+        ("staleness-2", r"layers\.0\.|norm", "L5 D5 D4 D3 W5 D2"),
+        # Read 3 gives its gradient to the part of output 2 that it has seen.
+        ("ladder-lanes", r"layers\.0\.|norm", "L5 D5 L4 D4 W5 L3 D3 W4 D2 W3"),
+        # Sub-blocks 6 and 7 share a reading, and so do their numbers of launches; read 5 is the second one.
+        ("farskip", r"layers\.0\.|norm", "L7 D6 L6 D5 W7 W6 D4 D3"),
+    ],
+)
+def test_backward_ends_where_nothing_below_trains(
+    gloo_pools: GlooPools, wiring: str, frozen: str, backward: str
+) -> None:
+    config = small_model(num_layers=3, **WIRINGS[wiring])
+    # Recomputed sub-blocks do not share a reading.
+    for recompute in (0,) if wiring == "farskip" else (0, 3):
+        for _, found in gloo_pools(2).run(
+            stack_events, config, StackOptions(recompute_layers=recompute), True, False, frozen
+        ):
+            assert without("B", found) == backward
 
 
 def test_standard_overlaps_the_reduce_with_the_weight_gradient(gloo_pools: GlooPools) -> None:

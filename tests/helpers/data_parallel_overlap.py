@@ -78,7 +78,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
     backward = statistics.median(step(0.0)[0] for _ in range(rounds))
     backward = float(trainer.mesh.world.all_reduce(torch.tensor(backward))) / 2
     # A reduce-scatter takes half of an all-reduce's time.
-    num_bytes = sum(bucket.gradients.nbytes for bucket in trainer.engine.optimizer.buckets)
+    num_bytes = sum(2 * bucket.weights.nbytes for bucket in trainer.engine.optimizer.buckets)
     wire = backward / 2
     exposed = []
     for _ in range(rounds):
