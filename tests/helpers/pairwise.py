@@ -1,4 +1,4 @@
-"""Grids of test cases of which every run takes a pairwise cover and `--slow` takes all."""
+"""Grids and lists of test cases of which short runs take a part."""
 
 import itertools
 import random
@@ -23,6 +23,14 @@ def pairwise(*axes: Iterable[str] | Mapping[str, object]) -> list[Any]:
             marks=() if case in cover else pytest.mark.slow,
         )
         for case in cases
+    ]
+
+
+def quick_share(cases: Iterable[object], every: int) -> list[Any]:
+    """Return cases as pytest parameters, of which `tests/run.sh --quick` takes the first of each `every`."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long if number % every else ())
+        for number, case in enumerate(cases)
     ]
 
 

@@ -1,6 +1,7 @@
 """The parts of the vLLM plugin and of its tests that work without vLLM; vllm_plugin/test.sh tests the rest."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import json
@@ -26,10 +27,12 @@ FILES = sorted((*PLUGIN.glob("*.py"), *PLUGIN.glob("megatron_ladder_vllm/*.py"),
 OURS = ("ladder_lab", "megatron_ladder", "tests", "vllm_plugin")
 
 
+@functools.cache
 def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
+@functools.cache
 def defined(module: str) -> set[str]:
     """Return the names at the top of a module of this repository, and the modules in it, without importing it."""
     if module.endswith(f".{CONFIGURATION}"):
@@ -98,6 +101,7 @@ def test_the_plugin_is_tested_with_every_wiring() -> None:
     assert tested == {*RESIDUAL_MODES} - {"desync"}
 
 
+@pytest.mark.long
 def test_the_models_and_references_of_the_tests_of_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import read_inputs
 from tests.helpers.fp8 import PUBLISHED
+from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.saved_models import convert, export, our_logits, save_model, small_config
@@ -391,7 +392,7 @@ def answer(name: str, directory: Path, folder: Path) -> Tensor | list[str]:
         return [re.sub(r"^--[a-z-]+ ", "", message) for message in error.messages]
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", quick_share(ODD, 6))
 def test_every_program_gives_one_answer(tmp_path: Path, name: str) -> None:
     odd, directory = ODD[name], tmp_path / "hf"
     write(directory, odd)

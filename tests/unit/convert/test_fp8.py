@@ -19,6 +19,7 @@ from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ImportOptions
 from tests.helpers.fp8 import PUBLISHED, dequantised, quantise
 from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
 from tests.unit.convert.test_latent_types import edit_config
@@ -51,7 +52,7 @@ def save_fp8(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Tens
     return quantise(folder, dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_share(CASES, 5))
 def test_weights_are_the_products_rounded_once(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
     stored, weights = save_fp8(hf, name)

@@ -18,6 +18,7 @@ from megatron_ladder.convert.hf_module.configuration_megatron_ladder import Mega
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
 from megatron_ladder.convert.small_files import module_files
 from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.pairwise import quick_share
 from tests.reference import ReferenceConfig, reference_logits
 from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, some_tokens, tiny_config
 from tests.unit.convert.saved_models import assert_equal_bits, convert, export, tensors_of
@@ -28,6 +29,7 @@ YARN = ROPE | {"rope_scaling": "yarn", "rope_beta_fast": 4.0, "rotary_base": 100
 del YARN["rope_low_freq_factor"], YARN["rope_high_freq_factor"]
 SCALES = {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
+DESYNC = {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 
 
@@ -38,28 +40,31 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [
-        ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
-        ("llama", BIASES | ROPE | {"tie_embeddings": True, "init_method_std": 0.01}),
-        ("llama", YARN),
-        ("mistral", {"hidden_size": 34}),
-        ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
-        ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
-        ("qwen3", YARN | {"qk_layernorm": True, "rope_mscale": 0.5}),
-        ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_layers": (0, 3), "moe_router_unnormalized": True}),
-        ("glm4_moe", GLM | UPPER),
-        ("megatron_ladder", GLM | HYBRID | YARN | SCALES),
-        ("megatron_ladder", GLM | HYBRID | {"residual_mode": "farskip"}),
-        ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
-        ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
-        ("megatron_ladder", {"add_attention_output_bias": True}),
-        ("megatron_ladder", {"residual_mode": "parallel"}),
-        ("megatron_ladder", HYBRID | {"residual_staleness": 2, "lanes": 2}),
-        ("megatron_ladder", {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2, "add_mlp_bias": True}),
-        ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
-        ("megatron_ladder", HYBRID | BIASES | ROPE),
-        ("megatron_ladder", HYBRID | YARN),
-    ],
+    quick_share(
+        [
+            ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
+            ("llama", BIASES | ROPE | {"tie_embeddings": True, "init_method_std": 0.01}),
+            ("llama", YARN),
+            ("mistral", {"hidden_size": 34}),
+            ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
+            ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
+            ("qwen3", YARN | {"qk_layernorm": True, "rope_mscale": 0.5}),
+            ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_layers": (0, 3), "moe_router_unnormalized": True}),
+            ("glm4_moe", GLM | UPPER),
+            ("megatron_ladder", GLM | HYBRID | YARN | SCALES),
+            ("megatron_ladder", GLM | HYBRID | {"residual_mode": "farskip"}),
+            ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
+            ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
+            ("megatron_ladder", {"add_attention_output_bias": True}),
+            ("megatron_ladder", {"residual_mode": "parallel"}),
+            ("megatron_ladder", HYBRID | {"residual_staleness": 2, "lanes": 2}),
+            ("megatron_ladder", DESYNC | {"add_mlp_bias": True}),
+            ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
+            ("megatron_ladder", HYBRID | BIASES | ROPE),
+            ("megatron_ladder", HYBRID | YARN),
+        ],
+        5,
+    ),
 )
 def test_exported_directories_match_the_reference_and_can_be_imported(
     model_type: str, changes: dict[str, Any], tmp_path: Path

@@ -19,6 +19,7 @@ from megatron_ladder.convert.hf_module.configuration_megatron_ladder import Mega
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
 from megatron_ladder.convert.small_files import module_files
 from tests.helpers.hugging_face import module_tensors
+from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.hf_models import BIASES, EXPERTS, GATED, GLM, LATENT, some_tokens, tiny_config
@@ -146,7 +147,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED + MIXTURES + ATTENTIONS, ids=text_of)
+@pytest.mark.parametrize("config", quick_share(LADDERS + LANED + DESYNCED + MIXTURES + ATTENTIONS, 3), ids=text_of)
 def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
@@ -171,7 +172,9 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Buil
 
 
 @pytest.mark.parametrize(
-    "config", [LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4]], ids=text_of
+    "config",
+    quick_share([LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4]], 4),
+    ids=text_of,
 )
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)

@@ -18,6 +18,7 @@ from megatron_ladder.convert.sensitivity import read_batches
 from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
+from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import write_documents
 from tests.reference import make_weights, reference_logits
@@ -98,7 +99,7 @@ def check(found: dict[str, Any], changes: dict[str, Any], wiring: dict[str, Any]
     assert len({round(increase, 4) for increase, _ in expected["layers"]}) == LAYERS
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_share(CASES, 4))
 def test_prices_and_order_are_those_of_a_plain_loop(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.prompts import ConversationPrompts, PromptEncoder
 from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.helpers.conversations import CASES, CHATML, TEMPLATES, Case, expected, render, write_tokenizer
+from tests.helpers.pairwise import quick_share
 
 KEYS = [("messages",), ("conversations",), ("instruction", "input", "output")]
 
@@ -86,7 +87,7 @@ def check(
     assert next(accepted, None) is None
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", quick_share(TEMPLATES, 4))
 def test_lines_have_the_tokens_of_transformers_or_are_refused(
     template: str,
     theirs: transformers.PreTrainedTokenizerFast,
@@ -114,7 +115,9 @@ def fits_a_table(case: Case) -> bool:
 
 @pytest.mark.parametrize(
     ("template", "written"),
-    [*((name, "a.parquet") for name in TEMPLATES), ("hermes", "hub/train.jsonl"), ("nulls", "hub/train.jsonl")],
+    quick_share(
+        [("hermes", "hub/train.jsonl"), ("nulls", "hub/train.jsonl"), *((name, "a.parquet") for name in TEMPLATES)], 5
+    ),
 )
 def test_tables_have_the_tokens_of_lines(
     template: str,
@@ -159,7 +162,7 @@ SPELLED = "questionA <|im_end|> <bos> <think> </call> <end> b"
 """Every kind of added token: special or not, written by a template or not."""
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES, "end that is not special"])
+@pytest.mark.parametrize("template", quick_share([*TEMPLATES, "end that is not special"], 4))
 def test_prompts_have_the_tokens_of_training_and_of_transformers(
     template: str, theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

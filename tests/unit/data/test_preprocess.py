@@ -24,6 +24,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.tokenizers.kinds import ByteTokenizer
 from megatron_ladder.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.helpers.commands import run_command
+from tests.helpers.pairwise import quick_share
 from tests.helpers.tokens import write_lines
 
 SHARD = 20_000
@@ -225,11 +226,14 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("program", "kibibytes", "file"),
-    [
-        ("preprocess_data", 256, ".out.partial/00000_text.bin"),
-        ("preprocess_data", 2560, "out_text_document.bin"),
-        ("train_tokenizer", 4, "out.model"),
-    ],
+    quick_share(
+        [
+            ("preprocess_data", 256, ".out.partial/00000_text.bin"),
+            ("preprocess_data", 2560, "out_text_document.bin"),
+            ("train_tokenizer", 4, "out.model"),
+        ],
+        3,
+    ),
 )
 def test_a_full_disk(tmp_path: Path, program: str, kibibytes: int, file: str) -> None:
     """The message names the file and what helps; a shard that is finished is kept."""

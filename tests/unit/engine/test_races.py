@@ -26,6 +26,7 @@ from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.stats import StepStats
+from tests.helpers.pairwise import quick_share
 from tests.helpers.races import Checker, PlayedNccl
 from tests.helpers.sharded import small_model
 
@@ -104,7 +105,9 @@ CASES: list[tuple[str, dict[str, Any], bool, int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("wiring", "changes", "sequence_parallel", "recompute_layers", "micro_batches"), CASES)
+@pytest.mark.parametrize(
+    ("wiring", "changes", "sequence_parallel", "recompute_layers", "micro_batches"), quick_share(CASES, 8)
+)
 def test_steps_neither_race_nor_break_a_capture(
     checker: Checker,
     wiring: str,
@@ -149,7 +152,7 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     return checker.faults
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("micro_batches", quick_share([2, 1, 5], 3))
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, micro_batches: int) -> None:
     assert faults_of_a_stage(checker, wiring, micro_batches) == []
@@ -157,7 +160,9 @@ def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, mic
 
 @pytest.mark.parametrize(
     ("message", "in_training", "found"),
-    [("recv", True, "before stream"), ("send", True, "reuse of memory"), ("send", False, "reuse of memory")],
+    quick_share(
+        [("recv", True, "before stream"), ("send", True, "reuse of memory"), ("send", False, "reuse of memory")], 3
+    ),
 )
 def test_a_message_that_nobody_waits_for_is_found(
     checker: Checker, monkeypatch: pytest.MonkeyPatch, message: str, in_training: bool, found: str
@@ -223,7 +228,7 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", quick_share(FAULTS, 6))
 def test_planted_faults_are_found(checker: Checker, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     owner, name, planted, found = FAULTS[fault]
     monkeypatch.setattr(owner, name, planted)

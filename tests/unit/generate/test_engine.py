@@ -20,6 +20,7 @@ from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
 from megatron_ladder.tokenizers.kinds import ByteTokenizer, load_tokenizer
+from tests.helpers.pairwise import quick_share
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.tiny_model import (
@@ -57,11 +58,14 @@ HALF = (True, torch.bfloat16, 2e-2)
 
 @pytest.mark.parametrize(
     ("name", "packed", "dtype", "tolerance"),
-    [
-        *((name, *PLAIN) for name in MODELS),
-        *((name, *PACKED) for name in ("standard", "lanes", "latent-ladder", "instella")),
-        *((name, *HALF) for name in ("ladder", "latent-ladder", "instella")),
-    ],
+    quick_share(
+        [
+            *((name, *PLAIN) for name in MODELS),
+            *((name, *PACKED) for name in ("standard", "lanes", "latent-ladder", "instella")),
+            *((name, *HALF) for name in ("ladder", "latent-ladder", "instella")),
+        ],
+        4,
+    ),
 )
 def test_logits_with_the_cache_equal_recomputation(
     name: str, packed: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.tokenizers.kinds import load_tokenizer
+from tests.helpers.pairwise import quick_share
 from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import ReferenceConfig, greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS
@@ -54,7 +55,7 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", [*KINDS, *EXPORTED])
+@pytest.mark.parametrize("name", quick_share([*KINDS, *EXPORTED], 5))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Exported models run in their module."""
     if name in KINDS:

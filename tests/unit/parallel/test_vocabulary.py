@@ -13,6 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.pairwise import quick_share
 
 VOCAB, WIDTH = 1000, 16
 
@@ -83,7 +84,7 @@ def test_a_second_backward_of_one_graph_is_an_error() -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("loss", 2), ("predictions", 2), ("distillation", 4)])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick_share([torch.bfloat16, torch.float32], 2))
 def test_memory_per_logit(dtype: torch.dtype, soft_cap: float | None, kind: str, most: int) -> None:
     """In bytes. The logits of both models of a distillation in fp32 would take eight."""
     tokens = 4096
