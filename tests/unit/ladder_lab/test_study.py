@@ -189,6 +189,31 @@ def test_a_failed_trial_is_reported_and_runs_again(stand: Stand, capfd: pytest.C
     assert kinds(stand.started) == ["tokens"]
 
 
+def test_damaged_files_of_a_study_are_errors(stand: Stand) -> None:
+    study = stand.run()
+    path = stand.folder / "study.json"
+    whole = path.read_bytes()
+    for content, problem in (
+        (whole[: len(whole) // 2], f"{path}: is not JSON"),
+        (b"[]", f"{path}: found [], expected"),
+        (json.dumps(study | {"chosen": {"a": "b"}}).encode(), f"{path}: chosen"),
+    ):
+        path.write_bytes(content)
+        for read in (stand.run, lambda: report.write_report(stand.folder)):
+            (error,) = errors_of(read)
+            assert error.startswith(problem) and error.endswith("restore it, or give another --output-dir")
+        assert path.read_bytes() == content
+    path.write_bytes(whole)
+    result = next(stand.folder.rglob("result.json"))
+    result.write_text("{")
+    for read in (stand.run, lambda: report.write_report(stand.folder)):
+        (error,) = errors_of(read)
+        assert error == f"{result}: is not JSON: remove it, so that its trial runs again"
+    result.unlink()
+    stand.run()
+    assert stand.started == [result.parent.name]
+
+
 def test_a_signal_stops_the_study_which_resumes(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     def interrupt(name: str) -> int:
         if name.startswith("tokens"):

@@ -22,7 +22,7 @@ from typing import Any
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.study.options import OWN_LINK, Parsed
-from ladder_lab.study.report import STUDY_NAME, write_report
+from ladder_lab.study.report import STUDY_NAME, read_study, write_report
 from ladder_lab.study.trials import (
     ROOT,
     STANDARD,
@@ -109,11 +109,14 @@ class _Study:
         return json.loads(json.dumps({**settings, "data": request.data_flags or "given"}))
 
     def load(self) -> None:
-        """Read the study of the folder, or write this one. Raises UserError if other settings differ."""
+        """Read the study of the folder, or write this one.
+
+        Raises UserError if it is damaged, or if other settings differ.
+        """
         path = self.parsed.request.output_dir / STUDY_NAME
         now: dict[str, Any] = self.settings()
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_study(path.parent)
+        if before is not None:
             problems = []
             for name, old in before["settings"].items():
                 new = now.get(name)

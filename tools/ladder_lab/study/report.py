@@ -5,11 +5,10 @@ contain the effect of the seed. All losses are in nats per token. Time is counte
 interconnect: an iteration of a wiring takes 1 / speedup.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -31,7 +30,8 @@ from ladder_lab.study.figures import (
 from ladder_lab.study.over_sizes import over_sizes, transferred_rates
 from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
+from megatron_ladder.files import read_if_exists, write_atomically
+from megatron_ladder.typed import read_json, typed
 
 REPORT_NAME = "report.md"
 STUDY_NAME = "study.json"
@@ -39,15 +39,39 @@ SHOWN_FROM = 0.3
 """Share of the run that is not drawn, because its losses fall too fast to show differences."""
 
 
+class Study(TypedDict):
+    """The content of `study.json`."""
+
+    data: list[str]
+    settings: dict[str, Any]
+    sizes: dict[str, dict[str, int]]
+    chosen: dict[str, float]
+    step_times: dict[str, Any]
+    tokens_per_step: int
+    machine: str
+    commands: list[str]
+
+
+def read_study(folder: Path) -> Study | None:
+    """Return the study of a folder, or None if it has none; raise UserError if it is damaged."""
+    path = folder / STUDY_NAME
+    content = read_if_exists(path)
+    if content is None:
+        return None
+    try:
+        return typed(read_json(content), Study)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}: restore it, or give another --output-dir") from None
+
+
 def write_report(folder: Path) -> Path | None:
     """Write `report.md` and its pictures into the folder of a study, and return its path; None without results.
 
     Raises UserError if the folder has no study.
     """
-    try:
-        study = json.loads((folder / STUDY_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study") from None
+    study = read_study(folder)
+    if study is None:
+        raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study")
     results = read_results(folder)
     if not results:
         return None

@@ -27,7 +27,7 @@ from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
-from megatron_ladder.errors import ErrorCollector, ExitCode, Problem
+from megatron_ladder.errors import ErrorCollector, ExitCode, Problem, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import end_children, start_child
 
@@ -263,7 +263,7 @@ class TrialRunner:
         """Return whether a trial is done. If so, store its result, and remove its checkpoints."""
         folder = self.request.folder(trial)
         with contextlib.suppress(FileNotFoundError):
-            self.results[trial] = json.loads((folder / RESULT_NAME).read_text(encoding="utf-8"))
+            self.results[trial] = _read_result(folder / RESULT_NAME)
             return True
         result = _result_of(trial, self.request.checkpoints(trial), code)
         if result is None:
@@ -277,8 +277,15 @@ class TrialRunner:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Return the results of a study's finished trials, in the order of their folders' names."""
-    paths = sorted((folder / TRIALS_NAME).glob(f"*/{RESULT_NAME}"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [_read_result(path) for path in sorted((folder / TRIALS_NAME).glob(f"*/{RESULT_NAME}"))]
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError:
+        raise UserError(f"{path}: is not JSON: remove it, so that its trial runs again") from None
+    return result
 
 
 def _result_of(trial: Trial, checkpoints: Path, code: int) -> dict[str, Any] | None:
