@@ -81,7 +81,8 @@ class ModelTraits:
     """Choose experts by scores plus a bias that follows the experts' loads, without a loss (DeepSeek-V3)."""
     moe_router_num_groups: int = flag(1, minimum=1, requires="--num-experts")
     """Groups of experts, of which each token first chooses --moe-router-group-topk, by the highest score in each, or
-    with --moe-router-enable-expert-bias by the sum of the two highest."""
+    with --moe-router-enable-expert-bias by the sum of the two highest, as in DeepSeek-V2 and V3. (Megatron sums the
+    --moe-router-topk / --moe-router-group-topk highest, which is the same for DeepSeek-V3.)"""
     moe_router_group_topk: int = flag(1, minimum=1, requires="--moe-router-num-groups")
     """Groups from which a token chooses its experts."""
     init_method_std: float = flag(0.02, minimum=0)
