@@ -86,10 +86,10 @@ class Checkpoint:
     def open(path: Path) -> Checkpoint:
         """Open a checkpoint, or the current one of a directory; raise UserError if none is complete."""
         if not path.exists():
-            raise UserError(f"{path}: no such directory{_checkpoints_nearby(path) or hub_hint(path)}")
+            raise UserError(f"{path}: no such directory{checkpoints_nearby(path) or hub_hint(path)}")
         checkpoint = find_checkpoint(path)
         if checkpoint is None:
-            raise UserError(f"{path}: no checkpoint found{_checkpoints_nearby(path)}")
+            raise UserError(f"{path}: no checkpoint found{checkpoints_nearby(path)}")
         return checkpoint
 
     @staticmethod
@@ -301,7 +301,7 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
     raise UserError(*errors)
 
 
-def _checkpoints_nearby(path: Path) -> str:
+def checkpoints_nearby(path: Path) -> str:
     """Return a hint at directories with checkpoints in a directory, or with names like that of one that is missing."""
     folder = path if path.is_dir() else path.parent
     with contextlib.suppress(OSError):

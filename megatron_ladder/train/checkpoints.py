@@ -23,6 +23,7 @@ from megatron_ladder.checkpoint.format import (
     GENERATION_CONFIG,
     IMPORTED,
     Checkpoint,
+    checkpoints_nearby,
     is_card_or_licence,
 )
 from megatron_ladder.checkpoint.loading import load_newest
@@ -96,7 +97,9 @@ class CheckpointSaver:
         load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:
-                self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch ***")
+                # A run that loads what it saves has none at its first start.
+                hint = checkpoints_nearby(load) if load != save and self._world.rank == 0 else ""
+                self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch{hint} ***")
             elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
                 self._print(f"*** --save {save} holds {names[-1]}, which this run does not continue ***")
             return 0, 0, {}

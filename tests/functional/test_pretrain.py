@@ -84,6 +84,7 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     extensions = tmp_path / "extensions"
     (extensions / "deepspeed_shm_comm").mkdir(parents=True)
     (extensions / "deepspeed_shm_comm" / "lock").touch()
+    (tmp_path / "emtpy" / "iter_0000001").mkdir(parents=True)
     words = (
         f"-X importtime pretrain_ladder.py --data-path {tokens} --split 90,10,0 --train-iters 3 "
         f"--load {tmp_path}/empty --tensorboard-dir {tmp_path}/tb --zero-stage {stage}" + " --bf16" * (stage != "0")
@@ -92,7 +93,8 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     argv = [sys.executable, *words.split(), *RECIPE, "--eval-iters", "1"]
     done = run_command(argv, timeout=90, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
+    hint = f"did you mean {tmp_path / 'emtpy'}?"
+    assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch: {hint} ***" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
     warning = "*** without --save: the weights that this run learns are lost when it ends ***"
     lines = done.stdout.splitlines()
