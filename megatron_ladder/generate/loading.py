@@ -9,7 +9,7 @@ few output columns that its product reads from end to end. The product is as exa
 many rows. A packed weight is an opaque tensor, of which only the shape, the dtype and `to_dense` are known.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,6 @@ from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
-from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.tokenizers.copies import find_tokenizer
@@ -231,26 +230,13 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
-def _split_heads_in_fp32(
-    projected: Tensor,
-    widths: Sequence[int],
-    head_dim: int,
-    table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Operations.split_heads`; the result is in fp32, in which attention on CPUs is several times as fast."""
-    wide = _wide(projected)
-    weights = None if norm_weights is None else (norm_weights[0].to(wide.dtype), norm_weights[1].to(wide.dtype))
-    return Operations.split_heads(wide, widths, head_dim, table, weights, epsilon)
+def _in_fp32(operation: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """Return an operation on fp32 copies of its first tensors: attention on CPUs is several times as fast in fp32."""
 
+    def compute(*operands: Any) -> Any:
+        return operation(*map(_wide, operands[:tensors]), *operands[tensors:])
 
-def _rotate_latent_in_fp32(queries: Tensor, key: Tensor, nope: int, table: RotaryTable) -> tuple[Tensor, Tensor]:
-    return Operations.rotate_latent(_wide(queries), _wide(key), nope, table)
-
-
-def _expand_latent_in_fp32(expanded: Tensor, key: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
-    return Operations.expand_latent(_wide(expanded), key, heads, nope)
+    return compute
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -266,9 +252,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 PACKED_OPERATIONS = Operations(
-    split_heads=_split_heads_in_fp32,
-    rotate_latent=_rotate_latent_in_fp32,
-    expand_latent=_expand_latent_in_fp32,
+    split_heads=_in_fp32(Operations.split_heads, tensors=1),
+    rotate_latent=_in_fp32(Operations.rotate_latent, tensors=2),
+    expand_latent=_in_fp32(Operations.expand_latent, tensors=2),
     linear=_linear,
 )
 """For models that generate on a CPU."""

@@ -53,7 +53,7 @@ def _split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
 
-    Queries and keys are normed if `norm_weights` are given, and rotated by their positions.
+    Queries and keys are normed in their type if `norm_weights` are given, and rotated by their positions.
     """
     heads = [width // head_dim for width in widths]
     turned, v = projected.view(*projected.shape[:-1], -1, head_dim).split((heads[0] + heads[1], heads[2]), dim=2)
@@ -61,8 +61,8 @@ def _split_heads(
         q, k = apply_rotary(turned, table).split(heads[:2], dim=2)
     else:
         q, k = turned.split(heads[:2], dim=2)
-        q, k = norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)
-        q, k = apply_rotary(q, table), apply_rotary(k, table)
+        q = apply_rotary(norm(q, norm_weights[0].to(q.dtype), epsilon), table)
+        k = apply_rotary(norm(k, norm_weights[1].to(k.dtype), epsilon), table)
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
