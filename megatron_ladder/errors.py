@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 
 class ExitCode(IntEnum):
@@ -150,10 +150,11 @@ class Problem:
         return self.before + message + (f" ({place})" if place else "") + self.after
 
     def about(self, field_name: str) -> "Problem":
-        if str(self).startswith("--"):
-            return self
         """Return the problem with a field as its subject, if it names none itself."""
-        return self if self.fields else Problem({field_name: None}, "{} {text}", text=self)
+        if self.fields or str(self).startswith("--"):
+            return self
+        problem = Problem({field_name: None}, "{} " + self.reason, self.fix, **self.texts)
+        return problem.noted(self.before, self.after)
 
     def noted(self, before: str = "", after: str = "") -> "Problem":
         """Return the problem with a note before its message, or after it."""
@@ -174,6 +175,9 @@ class UserError(Exception):
     def messages(self) -> tuple[str, ...]:
         """The message of each problem, which names the flag or file, what is wrong, and the fix."""
         return tuple(map(str, self.problems))
+
+
+_Message = TypeVar("_Message", str, Problem)
 
 
 class BadNumbersError(Exception):
@@ -238,10 +242,12 @@ def expected_one_of(word: str, names: Iterable[str], likely: Iterable[str] = ())
     return f"{expected} one of {', '.join(listed)}"
 
 
-def limited(messages: Sequence[str]) -> list[str]:
-    """Return the first twenty messages, and the number of others."""
-    others = len(messages) - 20
-    return [*messages[:20], f"and {others} more errors"] if others > 0 else list(messages)
+def limited(problems: Sequence[_Message]) -> list[_Message | str]:
+    """Return the first twenty problems, and the number of others."""
+    shown: list[_Message | str] = list(problems[:20])
+    if others := len(problems[20:]):
+        shown.append(f"and {others} more errors")
+    return shown
 
 
 def raise_user_errors(problems: Iterable[str | Problem]) -> None:

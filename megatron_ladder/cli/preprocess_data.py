@@ -97,14 +97,14 @@ def main(argv: Sequence[str]) -> None:
 
     tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size, config.eod_token)
     if config.parse_special_tokens:
-        check_parses_special_tokens("--parse-special-tokens", tokenizer)
+        check_parses_special_tokens("parse_special_tokens", tokenizer)
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,
         optional_keys=tuple(key for key in OPTIONAL_KEYS if key not in config.chat_keys) if config.chat else (),
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
-        keys_flag="--chat-keys" if config.chat else "--json-keys",
+        keys_field="chat_keys" if config.chat else "json_keys",
     )
     options = PreprocessOptions(config.workers, config.log_interval, _print_message)
     task = Task(tokenizer, reading, config.append_eod, config.parse_special_tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.samples import SampleRows, Samples
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 
 class MicroBatch(NamedTuple):
@@ -98,10 +98,10 @@ class SampleReader:
         rows = self.source.samples(self._next)
         smallest, largest = int(rows.tokens.min()), int(rows.tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
-            raise UserError(
-                f"{self.source.name}: holds token id {smallest if smallest < 0 else largest}, the vocabulary has ids 0 "
-                f"to {self.vocab_size - 1}: give the --tokenizer-model with which the data was preprocessed"
-            )
+            reason = "{name}: holds token id {number}, the vocabulary has ids 0 to {last}"
+            fix = "give the {tokenizer_model} with which the data was preprocessed"
+            number = smallest if smallest < 0 else largest
+            raise UserError(Problem({}, reason, fix, name=self.source.name, number=number, last=self.vocab_size - 1))
         self._next += self._step
         return rows
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.samples import DatasetSamples, SampleRows, Samples
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 _MAX_TURNS = 1 << 18
 """Longest period. Weights that need a longer one are rounded, which changes shares of the run by at most 4e-6."""
@@ -35,22 +35,23 @@ class Blend(NamedTuple):
     weights: tuple[Fraction, ...] | None
 
 
-def parse_blend(flag: str, words: Sequence[str]) -> Blend:
+def parse_blend(field_name: str, words: Sequence[str]) -> Blend:
     """Parse `W1 P1 W2 P2 ...` or paths only; raises UserError for missing or invalid weights, or a repeated path."""
     are_weights = [_is_weight(word) for word in words[::2]]
     is_weighted = any(are_weights)
     follow_paths = len(words) > 1 and not is_weighted and all(map(_is_weight, words[1::2]))
     if follow_paths or (is_weighted and (len(words) % 2 or not all(are_weights))):
-        raise UserError(f"{flag} {' '.join(words)}: expected paths only, or a weight before each path")
+        raise UserError(Problem({field_name: " ".join(words)}, "{}: expected paths only, or a weight before each path"))
     prefixes = tuple(map(Path, words[1::2] if is_weighted else words))
     twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
     if twice is not None:
-        raise UserError(f"{flag} {twice}: is given twice: give it once, with the sum of its weights")
+        raise UserError(Problem({field_name: twice}, "{}: is given twice", "give it once, with the sum of its weights"))
     if not is_weighted:
         return Blend(prefixes, None)
     weights = tuple(Fraction(word) for word in words[::2])
     if min(weights) <= 0:
-        raise UserError(f"{flag}: weight {words[2 * weights.index(min(weights))]}: expected more than 0")
+        smallest = words[2 * weights.index(min(weights))]
+        raise UserError(Problem({field_name: None}, "{}: weight {smallest}: expected more than 0", smallest=smallest))
     return Blend(prefixes, weights)
 
 

@@ -21,6 +21,7 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.reading.protocol import Record
+from megatron_ladder.errors import flag_name
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -42,7 +43,7 @@ class ConversationEncoder:
 
         `parse_special_tokens` makes a special token that a message spells that token, instead of text.
         """
-        source = read_chat_template(tokenizer, template, fix="pass one with --chat-template FILE")
+        source = read_chat_template(tokenizer, template, fix="pass one with {chat_template} FILE")
         self.template = ChatTemplate(*source)
         self._tokenizer = tokenizer
         self._parse_special_tokens = parse_special_tokens
@@ -57,9 +58,8 @@ class ConversationEncoder:
         for role in (message["role"] for message in messages):
             if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
                 known = f"is none of {', '.join(_ROLES)}, and not in the template"
-                raise ChatTemplateError(
-                    f"the role {role!r} {known}: rename it, or pass a --chat-template that names it"
-                )
+                fix = f"rename it, or pass a {flag_name('chat_template')} that names it"
+                raise ChatTemplateError(f"the role {role!r} {known}: {fix}")
         kind = self._kinds.find(messages, tools)
         messages = kind.spelling.apply(messages)
         rendered = self.template.render(

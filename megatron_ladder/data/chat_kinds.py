@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from megatron_ladder.data.chat_records import ConversationError, Message, Tools
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
+from megatron_ladder.errors import flag_name
 
 _ANSWER_TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "refusal")
 _ANSWER_KEYS = (*_ANSWER_TEXTS, "tool_calls", "function_call")
@@ -183,13 +184,14 @@ class ConversationKinds:
         self, text: str, spelling: Spelling, marked: Sequence[Message], tools: Tools, marks: _Marks
     ) -> str | None:
         """Return what the template writes of the messages as Python does, instead of as text or JSON."""
+        another = f"pass another {flag_name('chat_template')}"
         for mark in marks:
             if mark.path == "content" and re.search(rf"['\"]text['\"]: ['\"]{re.escape(mark.text)}", text):
                 return "a list of parts, instead of their texts: give the message one text"
             if "arguments" in mark.path and re.search(rf"(\{{'|\\\"){re.escape(mark.text)}", text):
-                return "the arguments of a tool call as Python or as JSON within JSON: pass another --chat-template"
+                return f"the arguments of a tool call as Python or as JSON within JSON: {another}"
             if f"'name': '{mark.text}" in text and "'name': '" not in self._template.source:
-                return "tool calls as Python: pass another --chat-template"
+                return f"tool calls as Python: {another}"
         if spelling.nulls and "None" in text:
             without = [{key: "" if value is None else value for key, value in message.items()} for message in marked]
             try:
@@ -205,7 +207,7 @@ class ConversationKinds:
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         part = f"{mark.segment[:_SHOWN_CHARACTERS]!r} in " if mark.segment else ""
         place = f"{part}{mark.path!r} of answer {answers.index(mark.message) + 1} of {len(answers)}"
-        fix = "pass a --chat-template that writes it"
+        fix = f"pass a {flag_name('chat_template')} that writes it"
         later = [other for other in marks if other.path == mark.path and other.message > mark.message]
         if any(other not in missing for other in later):
             fix += ', or give the answers before the last one "weight": 0'

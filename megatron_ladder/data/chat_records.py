@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from megatron_ladder.data.reading.protocol import Record
+from megatron_ladder.errors import flag_name
 from megatron_ladder.typed import typed
 
 Message = dict[str, Any]
@@ -107,7 +108,8 @@ def _read_texts(keys: Sequence[str], values: Mapping[str, Any]) -> list[Message]
 
 def _read_messages(key: str, messages: object, is_row: bool) -> list[Message]:
     if not isinstance(messages, list):
-        raise ConversationError(f"expected a list of messages under {key!r}: name their key with --chat-keys")
+        fix = f"name their key with {flag_name('chat_keys')}"
+        raise ConversationError(f"expected a list of messages under {key!r}: {fix}")
     if not messages:
         raise ConversationError(f"the list of messages under {key!r} is empty")
     parsed = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.chat_records import Message, Tools
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError, flag_name
 from megatron_ladder.files import reject_pointer
 from megatron_ladder.tokenizers.kinds import Tokenizer
 from megatron_ladder.tokenizers.special_tokens import mark_spelled, spelling_pattern
@@ -31,7 +31,7 @@ _ANSWER = "An answer"
 _BLOCK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _NO_TIME = (
     "it asks for the current time, and equal conversations must give equal tokens: write a fixed date in a copy of the "
-    "template, and pass the copy with --chat-template"
+    f"template, and pass the copy with {flag_name('chat_template')}"
 )
 
 
@@ -68,7 +68,8 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            raise UserError('--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"') from None
+            reason = "{}: needs transformers, which the extra hf installs"
+            raise UserError(Problem({"chat": None}, reason, 'pip install -e ".[hf]"')) from None
         self.source = source
         self.name = name
         self._tokens = tokens
@@ -129,7 +130,8 @@ class ChatTemplate:
             )
             raise ChatTemplateError(
                 f"it {reason}, so the assistant's answers cannot be located: put {{% generation %}} and "
-                "{% endgeneration %} around them in a copy of the template, and pass the copy with --chat-template"
+                f"{{% endgeneration %}} around them in a copy of the template, and pass the copy with "
+                f"{flag_name('chat_template')}"
             )
         stripped = after.rstrip()
         return len(before), len(stripped if stripped.endswith(turn_ends) else after)
@@ -221,19 +223,17 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
 def read_chat_template(
     tokenizer: Tokenizer,
     template_file: Path | None = None,
-    flag: str = "--chat: ",
-    fix: str = f"use a --tokenizer-model with a {_TEMPLATE_FILE} next to it, or remove --chat",
+    subject: str = "{chat}: ",
+    fix: str = f"use a {{tokenizer_model}} with a {_TEMPLATE_FILE} next to it, or remove {{chat}}",
 ) -> TemplateSource:
     """Return the template that was loaded with a tokenizer, or read `template_file`.
 
     Raises UserError if it is missing or unreadable, or the tokenizer does not find in a text the tokens that a template
-    writes. `flag` begins the error if there is none, and `fix` ends it.
+    writes. The templates `subject` and `fix` begin and end the problem if there is none.
     """
     if not tokenizer.finds_tokens:
-        raise UserError(
-            f"{flag}{tokenizer.kind} does not recognise special tokens in a text: use HuggingFaceTokenizer with a "
-            "tokenizer.json"
-        )
+        reason = f"{subject}{tokenizer.kind} does not recognise special tokens in a text"
+        raise UserError(Problem({}, reason, "use HuggingFaceTokenizer with a tokenizer.json"))
     folder = tokenizer.files[0].parent
     tokenizer_files = dict(zip(tokenizer.files, tokenizer.contents, strict=True))
     config = json_object(folder / _CONFIG_FILE, tokenizer_files.get(folder / _CONFIG_FILE, b"{}"))
@@ -251,16 +251,16 @@ def read_chat_template(
             reject_pointer(file, content)
             return TemplateSource(content.decode(), tokens, str(file))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{'--chat-template ' if template_file else ''}{file}: cannot be read: {error}") from None
+            shown = "{chat_template} {file}" if template_file else "{file}"
+            raise UserError(Problem({}, f"{shown}: cannot be read: {{error}}", file=file, error=error)) from None
     templates = config.get("chat_template")
     if isinstance(templates, list):
         # Several named templates; "default" is the one for plain conversations.
         named = (entry for entry in templates if isinstance(entry, dict))
         templates = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if not isinstance(templates, str):
-        raise UserError(
-            f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"
-        )
+        reason = "{folder} has no chat template (no " + f"{_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE})"
+        raise UserError(Problem({}, subject + reason, fix, folder=folder))
     return TemplateSource(templates, tokens, str(folder / _CONFIG_FILE))
 
 

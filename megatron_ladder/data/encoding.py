@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, token_dtype
 from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.errors import flag_name
 from megatron_ladder.tokenizers.kinds import Tokenizer
 from megatron_ladder.tokenizers.special_tokens import count_spelled, spelling_pattern
 
@@ -75,9 +76,14 @@ class Task:
 
     def identity(self) -> dict[str, Any]:
         """Return everything except the input that determines the tokens; JSON-able."""
-        values = {"tokenizer": self.tokenizer.sha256, "keys": list(self.reading.keys), "--append-eod": self.append_eod}
-        values |= {"--chat-template": self.chat_template, "--max-document-megabytes": self.reading.max_bytes >> 20}
-        values["--parse-special-tokens"] = self.parse_special_tokens
+        fields = {
+            "append_eod": self.append_eod,
+            "chat_template": self.chat_template,
+            "max_document_megabytes": self.reading.max_bytes >> 20,
+            "parse_special_tokens": self.parse_special_tokens,
+        }
+        values: dict[str, Any] = {"tokenizer": self.tokenizer.sha256, "keys": list(self.reading.keys)}
+        values |= {flag_name(name): value for name, value in fields.items()}
         return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
 
     def prepare(self, values: Any) -> Any:

@@ -11,14 +11,14 @@ import xxhash
 from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sampled_checksum
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
-from megatron_ladder.errors import limited
+from megatron_ladder.errors import Problem, limited
 from megatron_ladder.tokenizers.kinds import same_tokenizer
 
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
 _TOKENIZER = "tokenizer_sha256"
-_FLAGS = {"train": "--data-path", "stream": "--streaming", _TOKENIZER: "--tokenizer-model"}
-"""Keys of descriptions -> flags."""
+_FIELDS = {"train": "data_path", "stream": "streaming", _TOKENIZER: "tokenizer_model"}
+"""Keys of descriptions -> fields."""
 _PARTS = {
     "documents": "documents",
     "tokens": "tokens",
@@ -32,54 +32,55 @@ _PARTS = {
     "sample": "text",
 }
 """Keys that describe the content of a data set or source -> the part that has changed if their values differ."""
+_OTHERS = "{}: the checkpoint was trained with {theirs}"
 _SHARDS = ("shards", "shards_sha256")
 """Keys that follow from the sources."""
 
 
-def data_changes(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
+def data_changes(stored: dict[str, Any], current: dict[str, Any]) -> list[str | Problem]:
+    """Return one problem per difference of a checkpoint's description, if it has one, and this run's."""
     before, now = stored.get(_TOKENIZER), current.get(_TOKENIZER)
     if before is not None and now is not None and same_tokenizer(before, now):
         current = current | {_TOKENIZER: before}
     keys = dict.fromkeys((*stored, *current)) if stored else ()
-    places = [(_FLAGS.get(key, key), stored.get(key), current.get(key)) for key in keys]
-    return limited([line for entry in places for line in _differences(*entry)])
+    places = [(_FIELDS.get(key, key), stored.get(key), current.get(key)) for key in keys]
+    return limited([problem for entry in places for problem in _differences(*entry)])
 
 
-def _differences(flag: str, stored: Any, current: Any) -> Iterator[str]:
-    """Yield one line per difference; that of two texts or numbers is one of tokenizers."""
+def _differences(field_name: str, stored: Any, current: Any) -> Iterator[Problem]:
+    """Yield one problem per difference; that of two texts or numbers is one of tokenizers."""
     if not isinstance(stored, dict) or not isinstance(current, dict):
         if stored != current:
-            yield f"{flag}: the checkpoint was trained with another one, or none"
+            yield Problem({field_name: None}, "{}: the checkpoint was trained with another one, or none")
         return
     members = "sets" if "sets" in current else "sources"
-    of_members = [*_differences_of_members(flag, stored.get(members) or (), current.get(members) or ())]
+    of_members = [*_differences_of_members(field_name, stored.get(members) or (), current.get(members) or ())]
     yield from of_members
     for key in dict.fromkeys((*stored, *current)):
         was, now = stored.get(key), current.get(key)
         if key != members and was != now and not (of_members and key in _SHARDS):
-            yield _describe_value(flag, key, was, now)
+            yield _describe_value({field_name: None}, key, was, now)
 
 
 def _differences_of_members(
-    flag: str, stored: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
-) -> Iterator[str]:
-    """Yield one line per data set or source with another content, share or weight. The files of sets may have moved."""
+    field_name: str, stored: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
+) -> Iterator[Problem]:
+    """Yield one problem per data set or source with another content, share or weight. Files of sets may have moved."""
     if len(stored) != len(current):
-        names = (" ".join(map(_name_of, members)) or "others" for members in (current, stored))
-        yield "{} {}: the checkpoint was trained with {}".format(flag, *names)
+        ours, theirs = (" ".join(map(_name_of, members)) or "others" for members in (current, stored))
+        yield Problem({field_name: ours}, _OTHERS, theirs=theirs)
         return
     for was, now in zip(stored, current, strict=True):
         old, new = _name_of(was), _name_of(now)
         contents = [entry.get("content", entry) for entry in (was, now)]
         changed = dict.fromkeys(part for key, part in _PARTS.items() if _differs(key, *contents))
         if old != new and (changed or "prefix" not in now):
-            yield f"{flag} {new}: the checkpoint was trained with {old}"
+            yield Problem({field_name: new}, _OTHERS, theirs=old)
         elif changed:
-            yield f"{flag} {new}: {' and '.join(changed)} changed after the checkpoint"
+            yield Problem({field_name: new}, f"{{}}: {' and '.join(changed)} changed after the checkpoint")
         else:
             for key in [key for key in ("documents", "weight") if "content" in now and was.get(key) != now.get(key)]:
-                yield _describe_value(f"{flag} {new}", key, was.get(key), now.get(key))
+                yield _describe_value({field_name: new}, key, was.get(key), now.get(key))
 
 
 def _name_of(member: dict[str, Any]) -> str:
@@ -92,8 +93,9 @@ def _differs(key: str, stored: dict[str, Any], current: dict[str, Any]) -> bool:
     return was != now and not (key == "bin_checksum" and None in (was, now))
 
 
-def _describe_value(name: str, key: str, was: Any, now: Any) -> str:
-    return f"{name}: {key} {now!r:.200}, in the checkpoint {was!r:.200}"
+def _describe_value(fields: dict[str, str | None], key: str, was: Any, now: Any) -> Problem:
+    reason = "{}: {key} {now}, in the checkpoint {was}"
+    return Problem(fields, reason, key=key, now=f"{now!r:.200}", was=f"{was!r:.200}")
 
 
 def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:

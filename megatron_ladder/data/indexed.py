@@ -31,7 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder import files
-from megatron_ladder.errors import UserError, counted
+from megatron_ladder.errors import UserError, counted, flag_name
 from megatron_ladder.typed import read_json, typed
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -131,10 +131,6 @@ class IndexedDatasetWriter:
     def __exit__(self, *exception: object) -> None:
         for file in self._files:
             file.remove()
-
-    def add_document(self, token_ids: NDArray[Any]) -> None:
-        """Append one document of any number of tokens."""
-        self.add_documents(token_ids, np.array([len(token_ids)], np.int32))
 
     def add_documents(
         self, token_ids: NDArray[Any], lengths: NDArray[np.integer], loss_mask: NDArray[np.uint8] | None = None
@@ -414,7 +410,7 @@ def _prefixes_nearby(prefix: Path) -> str:
     name = prefix.name.removesuffix(".bin").removesuffix(".idx")
     nearby = sorted(path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name))
     if not nearby and prefix.is_file():
-        return f": {prefix} holds no tokens: make them with tools/preprocess_data.py --input {prefix}"
+        return f": {prefix} holds no tokens: make them with tools/preprocess_data.py {flag_name('input')} {prefix}"
     if not nearby:
         return " (give the path of a data set without .bin and .idx)"
     return f": did you mean {' or '.join(map(str, nearby[:3]))}?"

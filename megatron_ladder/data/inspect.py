@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 from megatron_ladder.data.indexed import IndexedDataset, bin_path, format_checksum, loss_mask_path, sidecar_path
-from megatron_ladder.errors import UserError, counted, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors
 from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of
 
 _SHOWN_IDS = 16
@@ -44,10 +44,10 @@ def parse_documents(words: Sequence[str], documents: int) -> list[int]:
     for word in words:
         first, dash, last = word.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--documents {word}: expected a number such as 5, or a range such as 5-7")
+            raise UserError(Problem({"documents": word}, "{}: expected a number such as 5, or a range such as 5-7"))
         numbers = range(int(first), int(last or first) + 1)
         if not numbers or numbers[-1] >= documents:
-            raise UserError(f"--documents {word}: expected numbers from 0 to {documents - 1}")
+            raise UserError(Problem({"documents": word}, f"{{}}: expected numbers from 0 to {documents - 1}"))
         chosen.extend(numbers)
     return chosen
 

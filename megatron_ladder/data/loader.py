@@ -14,28 +14,31 @@ from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
-from megatron_ladder.flags import keyword_name
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, flag_name, raise_user_errors
 from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of, same_tokenizer
 
 _PARTS = ("train", "valid")
 _SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
-def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
+def _named_sets(field_name: str, words: Sequence[str]) -> dict[str, list[str]]:
     """`web=P1 code=W2 P2 W3 P3` -> the words of each set's blend; words without a name are the set ""."""
     sets: dict[str, list[str]] = {}
     for word in words:
         name, equals, rest = word.partition("=")
         if equals and _SET_NAME.fullmatch(name):
             if name in sets:
-                raise UserError(f"{flag} {word}: the name {name} is given twice: give each set another name")
+                reason = "{}: the name {name} is given twice"
+                raise UserError(Problem({field_name: word}, reason, "give each set another name", name=name))
             sets[name] = [rest] if rest else []
         else:
             sets.setdefault(next(reversed(sets), ""), []).append(word)
     if "" in sets and len(sets) > 1:
-        raise UserError(f"{flag} {words[0]}: this set has no name, others do: write NAME={words[0]}")
-    raise_user_errors(f"{flag} {name}=: names no data set" for name, words in sets.items() if not words)
+        reason = "{}: this set has no name, others do"
+        raise UserError(Problem({field_name: words[0]}, reason, "write NAME={word}", word=words[0]))
+    raise_user_errors(
+        Problem({field_name: f"{name}="}, "{}: names no data set") for name, words in sets.items() if not words
+    )
     return sets
 
 
@@ -76,39 +79,42 @@ def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] =
     """
     data_path = list(map(str, data.data_path))
     part_paths = {"train": list(map(str, data.train_data_path)), "valid": list(map(str, data.valid_data_path))}
-    flags = {part: "--data-path" if data_path else f"--{part}-data-path" for part in _PARTS}
+    fields = {part: "data_path" if data_path else f"{part}_data_path" for part in _PARTS}
     errors = ErrorCollector()
     if data_path and any(part_paths.values()):
-        errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
+        errors.add(
+            Problem({"data_path": None}, "{} (divided by {split}) excludes {train_data_path} and {valid_data_path}")
+        )
     if not data_path and "train" in parts and not part_paths["train"]:
-        errors.add("--data-path is required: the path of a data set without .bin and .idx")
+        errors.add(Problem({"data_path": None}, "{} is required", "the path of a data set without .bin and .idx"))
     # Paths and weights.
     blends: dict[tuple[str, str], Blend] = {}
     for part in (part for part in _PARTS if part in parts):
         with errors.collect():
             sets = {"": data_path or part_paths[part]}
             if part == "valid" and not data_path:
-                sets = _named_sets(flags[part], part_paths[part])
+                sets = _named_sets(fields[part], part_paths[part])
             for name, words in sets.items():
-                blends[part, name] = parse_blend(flags[part], words)
+                blends[part, name] = parse_blend(fields[part], words)
     # Files, each opened once.
     datasets: dict[Path, IndexedDataset] = {}
-    flag_of = {prefix: flags[part] for (part, _), blend in blends.items() for prefix in blend.prefixes}
-    for prefix, flag in flag_of.items():
-        with errors.collect(keyword_name(flag)):
+    field_of = {prefix: fields[part] for (part, _), blend in blends.items() for prefix in blend.prefixes}
+    for prefix, field_name in field_of.items():
+        with errors.collect(field_name):
             datasets[prefix] = IndexedDataset(prefix)
     errors.raise_if_any()
     # Samples.
     shares = _parse_split(data.split) if data_path else None
     opened: dict[tuple[str, str], BlendedSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
-        with errors.collect(keyword_name(flags[part])):
+        with errors.collect(fields[part]):
             source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
             if source is not None:
                 opened[part, name] = source
     errors.raise_if_any()
     if "train" in parts and ("train", "") not in opened:
-        raise UserError(f"--split {data.split} leaves no document of {data_path[-1]} for training: enlarge its share")
+        reason = "{} leaves no document of {path} for training"
+        raise UserError(Problem({"split": data.split}, reason, "enlarge its share", path=data_path[-1]))
     valid = {name: source for (part, name), source in opened.items() if part == "valid"}
     return Sources(opened.get(("train", "")), valid)
 
@@ -134,10 +140,8 @@ def _open_part(
                 source_weights.append(Fraction(len(source)) if weights is None else weights[position])
     texts = [source.name for source in sources if not isinstance(source, PackedSource)]
     if 0 < len(texts) < len(sources):
-        errors.add(
-            f"--{part}-data-path or --data-path: {' '.join(texts)} contain texts, the others contain conversations, "
-            "which are packed whole: blend only one kind"
-        )
+        reason = "{} or {data_path}: {texts} contain texts, the others contain conversations, which are packed whole"
+        errors.add(Problem({f"{part}_data_path": None}, reason, "blend only one kind", texts=" ".join(texts)))
     errors.raise_if_any()
     return BlendedSource(sources, source_weights) if sources else None
 
@@ -147,9 +151,12 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
     if missing := dataset.missing_loss_mask:
-        raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
+        fix = "copy it as well, or give {loss_on} all to train on every token"
+        raise UserError(Problem({}, "{missing}", fix, missing=missing))
     if loss_on == "assistant":
-        raise UserError(f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat")
+        reason = "{}: {prefix} has no loss mask"
+        fix = f"preprocess it with {flag_name('chat')}"
+        raise UserError(Problem({"loss_on": loss_on}, reason, fix, prefix=dataset.prefix))
     return "all"
 
 
@@ -177,7 +184,7 @@ def _parse_split(text: str) -> list[float]:
         shares = []
     total = sum(shares)
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < float("inf"):
-        raise UserError(f"--split {text}: expected shares of train, valid and test such as 969,30,1")
+        raise UserError(Problem({"split": text}, "{}: expected shares of train, valid and test such as 969,30,1"))
     return [share / total for share in (*shares, 0.0, 0.0)[:3]]
 
 
@@ -193,10 +200,15 @@ def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) ->
     """Raise UserError if the sidecar of a data set names another tokenizer."""
     sidecars = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     raise_user_errors(
-        f"{tokenizer.flag} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of "
-        f"{prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
-        f"sha256 {hashes_of(sidecar.tokenizer_sha256)[0][:12]}): "
-        "give that one, or preprocess the data with this one"
+        Problem(
+            tokenizer.selection,
+            "{} ({ours}) is not the tokenizer of {prefix} ({theirs})",
+            "give that one, or preprocess the data with this one",
+            ours=f"{tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}",
+            prefix=prefix,
+            theirs=f"{sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
+            f"sha256 {hashes_of(sidecar.tokenizer_sha256)[0][:12]}",
+        )
         for prefix, sidecar in sidecars.items()
         if sidecar.vocab_size != tokenizer.vocab_size
         or not same_tokenizer(sidecar.tokenizer_sha256, tokenizer.identity)
@@ -214,7 +226,8 @@ def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str
         if sidecar is not None and sidecar.chat_template is not None:
             prefix_of.setdefault(sidecar.chat_template, dataset.prefix)
             if not sidecar.answer_ends:
-                fix = "preprocess it again, with a --chat-template that ends answers with a special token"
+                template = flag_name("chat_template")
+                fix = f"preprocess it again, with a {template} that ends answers with a special token"
                 report(f"*** {dataset.prefix}: records no token that ends answers, so they may not end: {fix} ***")
     for prefix in list(prefix_of.values())[1:]:
         first = next(iter(prefix_of.values()))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, documents_with_targets
 from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 LossOn = Literal["all", "assistant"]
 """Values of --loss-on."""
@@ -92,7 +92,8 @@ class PackedSource(DatasetSamples):
         lengths = np.diff(bounds)
         present = np.flatnonzero(lengths)
         if not len(present):
-            raise UserError(f"{dataset.prefix}: the {part} part has no conversation: give more, or another --split")
+            reason = "{prefix}: the {part} part has no conversation"
+            raise UserError(Problem({}, reason, "give more, or another {split}", prefix=dataset.prefix, part=part))
         cut_lengths = np.minimum(lengths[present], seq_length + 1)
         begins = bounds[:-1][present]
         # Those with a label.
@@ -103,10 +104,10 @@ class PackedSource(DatasetSamples):
             counts = documents_with_targets(mask, begins, begins + cut_lengths)
         self.without_targets = len(present) - int(counts.sum())
         if self.without_targets == len(present):
-            raise UserError(
-                f"{dataset.prefix}: no conversation of the {part} part has a token of the assistant among its first "
-                f"{seq_length + 1} tokens, so there is nothing to learn: raise --seq-length, or give other data"
-            )
+            first = f"a token of the assistant among its first {seq_length + 1} tokens"
+            reason = "{prefix}: no conversation of the {part} part has {first}, so there is nothing to learn"
+            fix = "raise {seq_length}, or give other data"
+            raise UserError(Problem({}, reason, fix, prefix=dataset.prefix, part=part, first=first))
         self.tokens = int(bounds[-1] - bounds[0])
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)

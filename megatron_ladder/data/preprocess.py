@@ -39,7 +39,7 @@ from megatron_ladder.data.indexed import (
 )
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, SHOWN_BAD, Block, Shard, Source
-from megatron_ladder.errors import UserError, counted
+from megatron_ladder.errors import Problem, UserError, counted, flag_name
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
@@ -87,18 +87,19 @@ class Partial:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "ab")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
-            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
+            raise UserError(self._problem("cannot be written: {error}", error=error)) from None
         try:
             problem = lock_file(self._lock.fileno())
         except BlockingIOError:
             self._lock.close()
-            raise UserError(
-                f"--output-prefix {output_prefix}: another process is writing there ({self.folder}): wait for it, or "
-                "give another prefix"
-            ) from None
+            reason = "another process is writing there ({folder})"
+            raise UserError(self._problem(reason, "wait for it, or give another prefix", folder=self.folder)) from None
         if problem is not None:
             about = f"this file system has no locks ({problem.strerror})"
             report(f"{self.folder}: {about}: make sure that no other process writes there")
+
+    def _problem(self, reason: str, fix: str = "", **texts: object) -> Problem:
+        return Problem({"output_prefix": self._output_prefix}, f"{{}}: {reason}", fix, **texts)
 
     def __enter__(self) -> Self:
         return self
@@ -232,15 +233,14 @@ def preprocess(
             documents = sum(map(len, datasets))
             without_targets = documents - sum(map(_with_targets, datasets))
             if without_targets == documents:
-                inputs_text = " ".join(source.name for source in sources[:3])
-                others = " ..." if len(sources) > 3 else ""
+                names = " ".join([source.name for source in sources[:3]] + ["..."] * (len(sources) > 3))
                 missing = f"no document with a non-empty {name!r}"
                 if documents:
                     missing = "no conversation with a text of the assistant"
                 elif report.skipped:
                     missing = f"every record was skipped, the first because of {report.skipped[0]}"
                 partial.discard()
-                raise UserError(f"--input {inputs_text}{others}: {missing}: nothing is written")
+                raise UserError(Problem({"input": names}, "{}: {missing}: nothing is written", missing=missing))
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
         sidecars = {name: partial.join(name, datasets, len(report.skipped)) for name, datasets in parts.items()}
@@ -258,13 +258,13 @@ def _describe(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
     if counts.spelled:
         most_first = Counter(counts.spelled).most_common()
         spelled = list_tokens([f"{token} {number:,}" for token, number in most_first], ", ")
-        fate = "are these tokens now" if parsed else "stay text (--parse-special-tokens makes them these tokens)"
+        flag = flag_name("parse_special_tokens")
+        fate = "are these tokens now" if parsed else f"stay text ({flag} makes them these tokens)"
         yield f"spellings of special tokens in the input {fate}: {spelled}"
     if counts.inner_ends:
-        yield (
-            f"*** {counted(counts.inner_ends, 'end-of-document token')} inside documents: --reset-attention-mask, "
-            "--reset-position-ids and --eod-mask-loss take each for an end ***"
-        )
+        flags = map(flag_name, ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"))
+        take = "{}, {} and {} take each for an end".format(*flags)
+        yield f"*** {counted(counts.inner_ends, 'end-of-document token')} inside documents: {take} ***"
 
 
 def _with_targets(dataset: IndexedDataset) -> int:
@@ -344,9 +344,9 @@ def _make_missing(
 def _check_skipped(before: int, lines: Sequence[str], max_bad: int) -> None:
     """Raise UserError if there are more than `max_bad` skipped records with these."""
     if before + len(lines) > max_bad:
-        already = f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""
+        already = f" ({max_bad} before it were skipped: {{skip_bad_lines}} {max_bad})" if max_bad else ""
         first, *others = lines[max_bad - before :][:SHOWN_BAD]
-        raise UserError(f"{first}{already}", *others)
+        raise UserError(Problem({}, "{first}" + already, first=first), *others)
 
 
 def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, ...], bool]]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, sampled_checksum
-from megatron_ladder.errors import UserError, counted
+from megatron_ladder.errors import Problem, UserError, counted
 
 DOCUMENTS, SAMPLES = 0, 1
 """Purposes of an epoch's random streams."""
@@ -27,7 +27,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.in
     NumPy guarantees raw draws across versions, but not `shuffle`.
     """
     if seed < 0:
-        raise UserError(f"--seed {seed}: expected 0 or more")
+        raise UserError(Problem({"seed": seed}, "{}: expected 0 or more"))
     stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, purpose]))
     return np.argsort(stream.random_raw(size), kind="stable")
 
@@ -157,16 +157,13 @@ class SampleSource(DatasetSamples):
         first, last = dataset.document_bounds[documents.start], dataset.document_bounds[documents.stop]
         self.tokens = int(last - first)
         if self.tokens < seq_length + 1:
-            raise UserError(
-                f"{dataset.prefix}: the {part} part ({counted(len(documents), 'document')}) has {self.tokens} tokens, "
-                f"{seq_length + 1} are needed for one sample: give more text, a shorter --seq-length, or "
-                "another --split"
-            )
+            has = f"the {part} part ({counted(len(documents), 'document')}) has {self.tokens} tokens"
+            reason = "{prefix}: {has}, {needed} are needed for one sample"
+            fix = "give more text, a shorter {seq_length}, or another {split}"
+            raise UserError(Problem({}, reason, fix, prefix=dataset.prefix, has=has, needed=seq_length + 1))
         if dataset.loss_mask is not None and not dataset.loss_mask[first + 1 : last].view(np.bool_).any():
-            raise UserError(
-                f"{dataset.prefix}: no token of the {part} part counts by its loss mask, so there is nothing to learn: "
-                "give other data, or --loss-on all"
-            )
+            reason = "{prefix}: no token of the {part} part counts by its loss mask, so there is nothing to learn"
+            raise UserError(Problem({}, reason, "give other data, or {loss_on} all", prefix=dataset.prefix, part=part))
 
     def __len__(self) -> int:
         return (self.tokens - 1) // self.seq_length

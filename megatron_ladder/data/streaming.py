@@ -33,7 +33,7 @@ from megatron_ladder.data.identity import describe_sources
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import BadRecord, Reading, Shard
 from megatron_ladder.data.samples import SampleRows, permutation
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError, flag_name
 
 _SHARDS, _WINDOWS = 2, 3
 """Purposes of random streams, in addition to those of samples.py; windows of stream v have _WINDOWS + v."""
@@ -91,7 +91,7 @@ class StreamPlan:
             "shards": len(self.shards),
             "shards_sha256": hashlib.sha256("\n".join(self.shards).encode()).hexdigest(),
             # Checkpoints of earlier versions have no entry, and parsed them.
-            **({} if self.parse_special_tokens else {"--streaming-parse-special-tokens": False}),
+            **({} if self.parse_special_tokens else {flag_name("streaming_parse_special_tokens"): False}),
         }
 
 
@@ -159,7 +159,7 @@ class _ShardStream:
                 # One epoch is not the whole input: the stream has other shards in each epoch.
                 without_token.update(self._shards_of(begins.epoch))
             if len(without_token) == len(plan.shards):
-                raise UserError("--streaming: the input has no text")
+                raise UserError(Problem({"streaming": None}, "{}: the input has no text"))
 
     def _shards_of(self, epoch: int) -> list[int]:
         order: list[int] = permutation(len(self.plan.shards), self.plan.seed, epoch, _SHARDS).tolist()
@@ -227,12 +227,11 @@ class StreamReader:
             # A block with too many bad records was not read to its end.
             if record_id in self._skipped and len(bad) <= limit:
                 continue
-            where = f"--streaming {record.reason}"
             if len(self._skipped) >= limit:
-                already = f" ({len(self._skipped)} before it were skipped: --streaming-skip-bad-lines {limit})"
-                raise UserError(where + already if limit else where)
+                already = f" ({len(self._skipped)} before it were skipped: {{streaming_skip_bad_lines}} {limit})"
+                raise UserError(Problem({"streaming": record.reason}, "{}" + already * (limit > 0)))
             self._skipped.add(record_id)
-            self.report(f"skipped: {where}")
+            self.report(f"skipped: {flag_name('streaming')} {record.reason}")
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""
@@ -241,10 +240,8 @@ class StreamReader:
         rows = np.stack([self._streams[number].next_row() for number in (rank_samples % self.plan.streams).tolist()])
         self._next += self.shape.global_batch_size
         if int(rows.max()) >= self.vocab_size:
-            raise UserError(
-                f"--tokenizer-model: gives token id {rows.max()}, the model has ids 0 to {self.vocab_size - 1}: leave "
-                "--vocab-size out"
-            )
+            reason = f"{{}}: gives token id {rows.max()}, the model has ids 0 to {self.vocab_size - 1}"
+            raise UserError(Problem({"tokenizer_model": None}, reason, "leave {vocab_size} out"))
         return SampleRows(rows, None)
 
     def state(self) -> dict[str, Any]:
@@ -264,13 +261,13 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
         powers = (power for power in (64, 32, 16, 8, 4, 2, 1) if power <= shards and power % data_parallel_size == 0)
         streams = next(powers, max(min(shards, _MAX_STREAMS) // data_parallel_size, 1) * data_parallel_size)
     if streams % data_parallel_size:
-        size = data_parallel_size
-        raise UserError(f"--streaming-shards {streams} is not a multiple of the data-parallel size {size}")
+        reason = f"{{}} is not a multiple of the data-parallel size {data_parallel_size}"
+        raise UserError(Problem({"streaming_shards": streams}, reason))
     if streams > shards:
-        raise UserError(
-            f"--streaming-shards {streams}: the input has only {shards} shards: give more files, or start "
-            "with fewer data-parallel processes" + ("" if requested is None else ", or request fewer streams")
-        )
+        fix = "give more files, or start with fewer data-parallel processes"
+        if requested is not None:
+            fix += ", or request fewer streams"
+        raise UserError(Problem({"streaming_shards": streams}, f"{{}}: the input has only {shards} shards", fix))
     return streams
 
 
@@ -290,9 +287,10 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> tuple[tuple
     UserError for an argument that cannot be read repeatedly.
     """
     if "-" in inputs:
-        raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
+        reason = "{}: standard input cannot be read again by a resumed run"
+        raise UserError(Problem({"streaming": "-"}, reason, "give files"))
     reading = Reading(
-        (key,), True, max_bad=max_bad, input_flag="--streaming", keys_flag="--streaming-key", size_flag=None
+        (key,), True, max_bad=max_bad, input_field="streaming", keys_field="streaming_key", size_field=None
     )
     sources = find_sources(inputs, reading)
     part = None

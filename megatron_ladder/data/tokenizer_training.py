@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 
 from megatron_ladder.data.reading.protocol import Source, read_records
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 MAX_LINE_BYTES = 1 << 16
 """SentencePiece ignores longer lines in training."""
@@ -30,7 +30,8 @@ class TextSample:
         sizes = [source.total_bytes for source in sources]
         self.input_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         if self.input_bytes == 0:
-            raise UserError(f"--input {' '.join(source.name for source in sources)}: there is no text in it")
+            names = " ".join(source.name for source in sources)
+            raise UserError(Problem({"input": names}, "{}: there is no text in it"))
         self.used_bytes = min(self.input_bytes or most_bytes, most_bytes)
         self.too_long = 0
         self._share = self.used_bytes / (self.input_bytes or self.used_bytes)
@@ -97,8 +98,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
         )
     except (RuntimeError, OSError) as error:
         # Its messages begin with a position in its source code and end by naming its own options.
-        reason = str(error).rpartition(")] ")[2].partition(" Increase")[0] or "it has no text to learn from"
-        raise UserError(f"--vocab-size {vocab_size}: SentencePiece cannot make such a model ({reason})") from None
+        why = str(error).rpartition(")] ")[2].partition(" Increase")[0] or "it has no text to learn from"
+        reason = "{}: SentencePiece cannot make such a model ({why})"
+        raise UserError(Problem({"vocab_size": vocab_size}, reason, why=why)) from None
     return model.getvalue()
 
 
@@ -108,7 +110,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     Decoding restores every text exactly. Id 0 is <|endoftext|>, followed by the 256 bytes.
     """
     if vocab_size < 257:
-        raise UserError(f"--vocab-size {vocab_size}: expected 257 or more: 256 bytes and {_END_OF_TEXT}")
+        expected = f"{{}}: expected 257 or more: 256 bytes and {_END_OF_TEXT}"
+        raise UserError(Problem({"vocab_size": vocab_size}, expected))
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -121,5 +124,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     library.train_from_iterator(texts, trainer)
     size = library.get_vocab_size()
     if size < vocab_size:
-        raise UserError(f"--vocab-size {vocab_size}: too high for these texts, which give only {size} tokens")
+        reason = f"{{}}: too high for these texts, which give only {size} tokens"
+        raise UserError(Problem({"vocab_size": vocab_size}, reason))
     return library.to_str(pretty=True).encode()

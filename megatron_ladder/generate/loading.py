@@ -27,7 +27,7 @@ from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import ErrorCollector, Problem, UserError
 from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
@@ -101,10 +101,9 @@ def _another_tokenizer(directory: Path, given: Tokenizer) -> Iterator[str]:
         stored = find_tokenizer(directory)
     if stored is not None and not same_tokenizer(stored.identity, given.identity):
         ours, theirs = (f"{one.vocab_size} ids, sha256 {one.sha256[:12]}" for one in (given, stored))
-        yield (
-            f"{given.flag} ({ours}) is not the tokenizer in {directory} ({theirs}): leave it out, unless both give "
-            "equal ids"
-        )
+        reason = "{} ({ours}) is not the tokenizer in {directory} ({theirs})"
+        fix = "leave it out, unless both give equal ids"
+        yield str(Problem(given.selection, reason, fix, ours=ours, directory=directory, theirs=theirs))
 
 
 def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:

@@ -114,7 +114,7 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
         shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
         texts.append((f"--prompt {shown!r}", text))
     for path in options.prompt_file:
-        texts += read_prompt_file("--prompt-file", path)
+        texts += read_prompt_file("prompt_file", path)
     if standard_input is not None:
         texts.append(("standard input", _without_last_line_end(standard_input)))
     prompts = []

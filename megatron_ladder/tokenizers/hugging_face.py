@@ -10,7 +10,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.files import read_if_exists
 from megatron_ladder.tokenizers.kinds import Tokenizer, read_model_file
 from megatron_ladder.tokenizers.special_tokens import RenamedTokenizer, SpelledTokenEncoder, rename_tokens
@@ -44,15 +44,16 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception:  # The library raises nothing narrower.
-            reason = f"the package tokenizers {tokenizers.__version__} cannot read it, and a newer one might"
+            why, fix = f"the package tokenizers {tokenizers.__version__} cannot read it, and a newer one might", ""
             try:
                 read_json(content)
             except ValueError as error:
-                reason = str(error)
+                why = str(error)
                 with contextlib.suppress(RuntimeError):
                     sentencepiece.SentencePieceProcessor(model_proto=content)
-                    reason = "is a SentencePiece model: use --tokenizer-type SentencePieceTokenizer"
-            raise UserError(f"--tokenizer-model {path}: not a tokenizer.json: {reason}") from None
+                    why, fix = "is a SentencePiece model", "use {tokenizer_type} SentencePieceTokenizer"
+            problem = Problem({"tokenizer_model": path}, "{}: not a tokenizer.json: {why}", fix, why=why)
+            raise UserError(problem) from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         companion_contents = {file: read_if_exists(file) for file in companions}
         if eod_token is not None:
@@ -71,9 +72,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.control_tokens = {number: token.content for number, token in self._added.items() if token.special}
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
+            raise UserError(Problem({"tokenizer_model": path}, "{}: has an empty vocabulary"))
         if eod_token is not None and eod_token not in vocabulary:
-            raise UserError(f"--eod-token {eod_token}: is not in the vocabulary of {path}")
+            raise UserError(Problem({"eod_token": eod_token}, "{}: is not in the vocabulary of {path}", path=path))
         self.vocab_size = max(vocabulary.values()) + 1
         beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
         self.bos_id = vocabulary[beginnings[0]] if beginnings else None
@@ -123,11 +124,11 @@ class HuggingFaceTokenizer(Tokenizer):
         for token in _COMMON_END_TOKENS:
             if token in vocabulary:
                 return vocabulary[token]
-        raise UserError(
-            f"--tokenizer-model {self.files[0]}: the end-of-document token is unknown (none of "
-            f"{' '.join(_COMMON_END_TOKENS)} is in the vocabulary): give --eod-token, or name it as "
-            f"eos_token in {self.files[0].with_name(self._COMPANIONS[0])}"
+        reason = (
+            f"{{}}: the end-of-document token is unknown (none of {' '.join(_COMMON_END_TOKENS)} is in the vocabulary)"
         )
+        fix = "give {eod_token}, or name it as eos_token in {companion}"
+        raise UserError(Problem(self.selection, reason, fix, companion=self.files[0].with_name(self._COMPANIONS[0])))
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 
 Identity = str | tuple[str, ...]
@@ -92,9 +92,9 @@ class Tokenizer(Protocol):
         return hashes if len(hashes) > 1 else self.sha256
 
     @property
-    def flag(self) -> str:
-        """The flag that selects it, for messages."""
-        return f"--tokenizer-model {self.files[0]}" if self.files else f"--tokenizer-type {self.kind}"
+    def selection(self) -> dict[str, object]:
+        """The field that selects it, with its value, for problems."""
+        return {"tokenizer_model": self.files[0]} if self.files else {"tokenizer_type": self.kind}
 
 
 class ByteTokenizer(Tokenizer):
@@ -119,7 +119,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise UserError(f"--vocab-size {vocab_size}: expected 1 or more")
+            raise UserError(Problem({"vocab_size": vocab_size}, "{}: expected 1 or more"))
         self.sha256 = hashlib.sha256(f"NullTokenizer {vocab_size}".encode()).hexdigest()
         self.vocab_size = vocab_size + 1
         self.eod_id = vocab_size
@@ -129,7 +129,8 @@ class NullTokenizer(Tokenizer):
         ids = []
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.eod_id:
-                raise UserError(f"--tokenizer-type NullTokenizer: {word!r} found, expected 0 to {self.eod_id - 1}")
+                reason = "{}: {word} found, expected 0 to {last}"
+                raise UserError(Problem(self.selection, reason, word=repr(word), last=self.eod_id - 1))
             ids.append(int(word))
         return ids
 
@@ -186,7 +187,8 @@ def tokenizer_kind(tokenizer_type: str) -> TokenizerKind:
     for kind in TOKENIZER_KINDS:
         if tokenizer_type in kind.names:
             return kind
-    raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {', '.join(TOKENIZER_TYPES)}")
+    expected = ", ".join(TOKENIZER_TYPES)
+    raise UserError(Problem({"tokenizer_type": tokenizer_type}, "{}: expected one of {expected}", expected=expected))
 
 
 def load_tokenizer(
@@ -202,13 +204,16 @@ def load_tokenizer(
     kind = tokenizer_kind(tokenizer_type)
     name = kind.names[0]
     if eod_token is not None and "eod_token" not in kind.takes:
-        raise UserError(f"--eod-token {eod_token}: {name} has its own end-of-document token: leave it out")
+        reason = "{}: {name} has its own end-of-document token"
+        raise UserError(Problem({"eod_token": eod_token}, reason, "leave it out", name=name))
     if tokenizer_model is not None and not kind.files:
-        raise UserError(f"--tokenizer-model {tokenizer_model}: {name} has no file: leave it out")
+        raise UserError(
+            Problem({"tokenizer_model": tokenizer_model}, "{}: {name} has no file", "leave it out", name=name)
+        )
     if tokenizer_model is None and kind.files:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+        raise UserError(Problem({"tokenizer_type": tokenizer_type}, "{} needs {tokenizer_model}"))
     if vocab_size is None and "vocab_size" in kind.takes:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
+        raise UserError(Problem({"tokenizer_type": tokenizer_type}, "{} needs {vocab_size}"))
     values: dict[str, Any] = {"vocab_size": vocab_size, "eod_token": eod_token}
     taken = {name: values[name] for name in kind.takes}
     return kind.load(tokenizer_model, **taken) if kind.files else kind.load(**taken)
@@ -240,10 +245,11 @@ def _other_formats(tokenizer: Tokenizer) -> Iterator[str]:
                             yield other.sha256
 
 
-def check_parses_special_tokens(flag: str, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a flag about spellings of special tokens has no effect."""
+def check_parses_special_tokens(field_name: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a field about spellings of special tokens has no effect."""
     if not tokenizer.special_tokens:
-        raise UserError(f"{flag}: {tokenizer.kind} finds no special token in a text: leave it out")
+        reason = "{}: {kind} finds no special token in a text"
+        raise UserError(Problem({field_name: None}, reason, "leave it out", kind=tokenizer.kind))
 
 
 TIKTOKEN_FILE = "tiktoken.model"
@@ -260,13 +266,20 @@ def read_model_file(model: Path, expected: str) -> bytes:
         tiktoken_file = model / TIKTOKEN_FILE
         tiktoken_content = read_if_exists(tiktoken_file)
     if _TIKTOKEN_LINE.match(tiktoken_content or b""):
-        folder = tiktoken_file.parent
-        raise UserError(
-            f"--tokenizer-model {tiktoken_file}: is a file of tiktoken, expected {expected}: convert it "
-            '(pip install tiktoken; python -c "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('
-            f"'{folder}').save_pretrained('{folder}')\"), and pass HuggingFaceTokenizer the tokenizer.json"
+        fix = (
+            'convert it (pip install tiktoken; python -c "from transformers import AutoTokenizer; '
+            "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\"), and pass HuggingFaceTokenizer "
+            "the tokenizer.json"
         )
+        reason = "{}: is a file of tiktoken, expected {expected}"
+        problem = Problem(
+            {"tokenizer_model": tiktoken_file}, reason, fix, expected=expected, folder=tiktoken_file.parent
+        )
+        raise UserError(problem)
     if content is None:
-        problem = "is a directory" if model.is_dir() else "no such file"
-        raise UserError(f"--tokenizer-model {model}: {problem}, expected {expected}{hub_hint(model)}")
+        found = "is a directory" if model.is_dir() else "no such file"
+        expected += hub_hint(model)
+        raise UserError(
+            Problem({"tokenizer_model": model}, "{}: {found}, expected {expected}", found=found, expected=expected)
+        )
     return content

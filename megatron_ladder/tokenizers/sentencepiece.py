@@ -12,7 +12,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.tokenizers.kinds import Tokenizer, read_model_file
 
 
@@ -27,15 +27,18 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError:
-            fix = ": is JSON: use --tokenizer-type HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
-            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model{fix}") from None
+            is_json = content.lstrip().startswith(b"{")
+            reason = "{}: not a SentencePiece model" + ": is JSON" * is_json
+            fix = "use {tokenizer_type} HuggingFaceTokenizer" * is_json
+            raise UserError(Problem({"tokenizer_model": model}, reason, fix)) from None
         self.files = (model,)
         self.contents = (content,)
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
-            raise UserError(f"--tokenizer-model {model}: has no end-of-sequence piece: train it with an eos_id")
+            reason = "{}: has no end-of-sequence piece"
+            raise UserError(Problem({"tokenizer_model": model}, reason, "train it with an eos_id"))
         self.bos_id = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
         control = filter(self._processor.is_control, range(self.vocab_size))
         self.control_tokens = {number: self._processor.id_to_piece(number) for number in control}

@@ -313,7 +313,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     relevant = {prefix: sidecar.eod_id for prefix, sidecar in known.items() if sidecar.append_eod or data.eod_mask_loss}
     name, eod_id = "", None
     if tokenizer is not None:
-        name, eod_id = tokenizer.flag, tokenizer.eod_id
+        name, eod_id = str(Problem(tokenizer.selection, "{}")), tokenizer.eod_id
     elif known:
         prefix = next(iter(relevant or known))
         name, eod_id = str(prefix), known[prefix].eod_id
@@ -384,7 +384,7 @@ def _open_stream(
     data, training, shards = run.data, run.training, text_input.shards
     assert tokenizer is not None
     if data.streaming_parse_special_tokens:
-        check_parses_special_tokens("--streaming-parse-special-tokens", tokenizer)
+        check_parses_special_tokens("streaming_parse_special_tokens", tokenizer)
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
     requested = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
     streams = choose_streams(requested, len(shards), run.data_parallel_size)
@@ -418,7 +418,7 @@ def _read_sample_prompts(
         return ()
     if tokenizer is None:
         raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
-    texts = read_prompt_file("--sample-prompts", path, by_line=True)
+    texts = read_prompt_file("sample_prompts", path, by_line=True)
     encoded = tokenizer.encode_documents([text for _, text in texts], parse_special_tokens)
     prompts = [(source, text, tuple(ids)) for (source, text), ids in zip(texts, encoded, strict=True)]
     raise_user_errors(

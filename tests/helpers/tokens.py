@@ -18,7 +18,7 @@ def write_documents(prefix: Path, *documents: ArrayLike, dtype: DTypeLike = np.u
     """Write a data set of these documents; return its prefix."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
         for tokens in map(np.asarray, documents):
-            writer.add_document(tokens)
+            writer.add_documents(tokens, np.array([len(tokens)], np.int32))
         writer.publish()
     return prefix
 

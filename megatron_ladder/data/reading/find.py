@@ -24,7 +24,7 @@ def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]
         with errors.collect():
             sources += _sources_of(word, reading)
     if sum(isinstance(source, lines.StandardInput) for source in sources) > 1:
-        errors.add(f"{reading.input_flag} -: standard input can be read only once")
+        errors.add(reading.problem("-", "standard input can be read only once"))
     errors.raise_if_any()
     return sources
 
@@ -37,18 +37,18 @@ def _sources_of(word: str, reading: Reading) -> list[Source]:
     if not os.path.lexists(word) and glob.has_magic(word):
         files = [Path(name) for name in sorted(glob.glob(word, recursive=True)) if os.path.isfile(name)]
         if not files:
-            raise UserError(f"{reading.input_flag} {word}: no file matches")
+            raise UserError(reading.problem(word, "no file matches"))
         return [_source_of(path, reading) for path in files]
     return [_source_of(Path(word), reading)]
 
 
 def _source_of(path: Path, reading: Reading) -> Source:
-    shown = f"{reading.input_flag} {path}"
+    if path.is_dir():
+        raise UserError(reading.problem(path, "is a directory", "give its files, for example '*.jsonl'"))
     if not path.is_file():
-        problem = "is a directory: give its files, for example '*.jsonl'" if path.is_dir() else "no such file"
-        raise UserError(f"{shown}: {problem}")
+        raise UserError(reading.problem(path, "no such file"))
     if not os.access(path, os.R_OK):
-        raise UserError(f"{shown}: no permission to read")
+        raise UserError(reading.problem(path, "no permission to read"))
     reject_pointer(path)
     suffix = path.suffix.lower()
     if is_json_lines(path):
@@ -56,25 +56,24 @@ def _source_of(path: Path, reading: Reading) -> Source:
     if suffix in lines.COMPRESSIONS:
         if not is_json_lines(path.with_suffix("")):
             known = ", ".join(name + suffix for name in JSON_SUFFIXES)
-            raise UserError(f"{shown}: only JSON lines can be read compressed ({known}): decompress it")
+            raise UserError(reading.problem(path, f"only JSON lines can be read compressed ({known})", "decompress it"))
         if suffix == ".zst":
             try:
                 lines.zstd_module()
             except ImportError:
-                raise UserError(f"{shown}: Zstandard needs a library: pip install backports.zstd") from None
+                problem = reading.problem(path, "Zstandard needs a library", "pip install backports.zstd")
+                raise UserError(problem) from None
         return lines.CompressedLines(path, reading)
     if suffix == ".parquet":
         source = ParquetFile(path, reading)
         source.check()
         return source
     if suffix in (".csv", ".tsv"):
-        raise UserError(f"{shown}: tables of text cannot be read: convert it to Parquet or JSON lines")
+        raise UserError(reading.problem(path, "tables of text cannot be read", "convert it to Parquet or JSON lines"))
     with open(path, "rb") as file:
         if _BEGINS_WITH_OBJECT.match(file.read(64)):
             return lines.JsonLinesFile(path, reading)
     if reading.keys != ("text",) or not reading.texts_only:
-        raise UserError(
-            f"{shown}: plain text has no keys {' '.join(reading.keys)}: leave out {reading.keys_flag}, or give JSON "
-            f"lines ({', '.join(JSON_SUFFIXES)})"
-        )
+        fix = f"leave out {{{reading.keys_field}}}, or give JSON lines ({', '.join(JSON_SUFFIXES)})"
+        raise UserError(reading.problem(path, "plain text has no keys {keys}", fix, keys=" ".join(reading.keys)))
     return lines.PlainFile(path, reading)

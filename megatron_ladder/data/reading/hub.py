@@ -42,14 +42,13 @@ class HubSource:
     @staticmethod
     def parse(text: str, reading: Reading) -> "HubSource":
         """Parse `hf://NAME[:CONFIG][@SPLIT]`, where the split defaults to `train`, without importing the library."""
-        flag = reading.input_flag
         match = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
         if match is None:
-            raise UserError(f"{flag} {text}: expected hf://NAME[:CONFIG][@SPLIT]")
+            raise UserError(reading.problem(text, "expected hf://NAME[:CONFIG][@SPLIT]"))
         if Path(match[1]).is_file():
-            raise UserError(f"{flag} {text}: is a file: leave out hf://")
+            raise UserError(reading.problem(text, "is a file", "leave out hf://"))
         if importlib.util.find_spec("datasets") is None:
-            raise UserError(f"{flag} {text}: needs the datasets library: pip install datasets")
+            raise UserError(reading.problem(text, "needs the datasets library", "pip install datasets"))
         return HubSource(reading, text, match[1], match[2], match[3] or "train")
 
     def shards(self, part_bytes: int | None) -> Iterator[Shard]:
@@ -64,14 +63,13 @@ class HubSource:
             yield
         except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
             reason = str(error).strip().split("\n")[0]
-            problem = (
-                f"{self.reading.input_flag} {self.name}: datasets cannot {action} it ({type(error).__name__}: {reason})"
-            )
+            described = f"{type(error).__name__}: {reason}"
+            failed = f"datasets cannot {action} it ({{described}})"
             is_remote = type(error).__module__.startswith(_NETWORK_MODULES) and not isinstance(error, ValueError)
             if is_remote or isinstance(error, ConnectionError | TimeoutError):
-                fixes = ["run the same command again to resume", fix]
-                raise ConnectionError(f"{problem}: {'; '.join(filter(None, fixes))}") from error
-            raise UserError(f"{problem}: {fix}" if fix else problem) from None
+                again = "; ".join(filter(None, ["run the same command again to resume", fix]))
+                raise ConnectionError(self.reading.problem(self.name, failed, again, described=described)) from error
+            raise UserError(self.reading.problem(self.name, failed, fix, described=described)) from None
 
     @functools.cached_property
     def dataset(self) -> Any:
@@ -85,9 +83,9 @@ class HubSource:
             reject_pointer(file)
         with self.translated_errors("open", fix):
             dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-        named = f"{self.reading.input_flag} {self.name}: its README.md names"
+        named = "its README.md names {file}, which is outside of the directory"
         raise_user_errors(
-            f"{named} {file}, which is outside of the directory: copy it there"
+            self.reading.problem(self.name, named, "copy it there", file=file)
             for file in files
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path))
         )

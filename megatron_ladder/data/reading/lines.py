@@ -24,7 +24,7 @@ from megatron_ladder.data.reading.protocol import (
     Record,
     too_large,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
 _LINES_COUNTED_BYTES = 1 << 30
@@ -48,7 +48,8 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | Record | str:
     missing = [key for key in reading.keys if key not in record]
     if missing:
         keys = ", ".join(map(repr, record)) or "none"
-        return f"no key {missing[0]!r} (keys found: {keys}): {reading.fix('key', record)}"
+        reason = "no key {key} (keys found: {keys})"
+        return str(Problem({}, reason, reading.fix("key", record), key=repr(missing[0]), keys=keys))
     if reading.texts_only:
         return [record[key] for key in reading.keys]
     values = {key: record[key] for key in reading.all_keys if key in record}

@@ -33,18 +33,17 @@ class ParquetFile(LocalFile):
 
     def check(self) -> None:
         """Raise UserError if the file cannot be read or lacks a column."""
-        shown = f"{self.reading.input_flag} {self.path}"
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            raise UserError(f"{shown}: Parquet needs pyarrow: pip install pyarrow") from None
+            raise UserError(self.reading.problem(self.path, "Parquet needs pyarrow", "pip install pyarrow")) from None
         try:
             names = pyarrow.parquet.read_schema(self.path).names
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise UserError(f"{shown}: not a Parquet file ({error})") from None
+            raise UserError(self.reading.problem(self.path, "not a Parquet file ({error})", error=error)) from None
         check_columns(self.name, names, self.reading)
 
     def shards(self, part_bytes: int | None) -> Iterator[Shard]:
@@ -136,9 +135,9 @@ def check_columns(name: str, columns: Sequence[str], reading: Reading) -> None:
     """Raise UserError if a table lacks a column that is read."""
     missing = [key for key in reading.keys if key not in columns]
     if missing:
-        raise UserError(
-            f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(columns)}): "
-            f"{reading.fix('column', columns)}"
-        )
+        reason = "no column {missing} (columns found: {columns})"
+        texts = {"missing": ", ".join(missing), "columns": ", ".join(columns)}
+        raise UserError(reading.problem(name, reason, reading.fix("column", columns), **texts))
     if repeated := [key for key in reading.all_keys if columns.count(key) > 1]:
-        raise UserError(f"{reading.input_flag} {name}: column {repeated[0]} occurs twice: rename one of them")
+        reason = "column {column} occurs twice"
+        raise UserError(reading.problem(name, reason, "rename one of them", column=repeated[0]))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.errors import Problem, flag_name, raise_user_errors
 
-CHAT_HINT = "read conversations with tools/preprocess_data.py --chat"
+CHAT_HINT = f"read conversations with tools/preprocess_data.py {flag_name('chat')}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHOWN_BAD = 3
 """Bad records that the error about too many of them lists, if they are close to each other."""
@@ -27,7 +27,7 @@ streamed samples depends on it."""
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of every record, which errors are tolerated, and the flags that messages name."""
+    """What is read of every record, which errors are tolerated, and the fields that problems name."""
 
     keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object, or columns of a table."""
@@ -37,10 +37,10 @@ class Reading:
     """Size limit of a line, or of a file of plain text."""
     max_bad: int = 0
     """Number of unreadable records that may be skipped."""
-    input_flag: str = "--input"
-    keys_flag: str = "--json-keys"
-    size_flag: str | None = "--max-document-megabytes"
-    """Flag of `max_bytes`; None if the limit is fixed."""
+    input_field: str = "input"
+    keys_field: str = "json_keys"
+    size_field: str | None = "max_document_megabytes"
+    """Field of `max_bytes`; None if the limit is fixed."""
     optional_keys: tuple[str, ...] = ()
     """Keys that are read, too, where a record has them."""
 
@@ -49,10 +49,14 @@ class Reading:
         """The keys of the values that are read, in order."""
         return (*self.keys, *self.optional_keys)
 
+    def problem(self, word: object, reason: str, fix: str = "", **texts: object) -> Problem:
+        """Return a problem of one of the inputs; the templates are those of a problem."""
+        return Problem({self.input_field: word}, f"{{}}: {reason}", fix, **texts)
+
     def fix(self, kind: str, names: Container[str]) -> str:
-        """Return what helps if a key, or a column, is not among those that were found."""
+        """Return the template of what helps if a key, or a column, is not among those that were found."""
         is_chat = self.texts_only and "messages" in names
-        return f"name the {kind} with {self.keys_flag}{f', or {CHAT_HINT}' if is_chat else ''}"
+        return f"name the {kind} with {{{self.keys_field}}}{f', or {CHAT_HINT}' if is_chat else ''}"
 
 
 class Record(NamedTuple):
@@ -221,7 +225,7 @@ def read_records(sources: Sequence[Source]) -> Iterator[list[Any]]:
 
 def too_large(reading: Reading) -> str:
     """Return the reason why a document is not read."""
-    fix = "" if reading.size_flag is None else f": raise {reading.size_flag}"
+    fix = "" if reading.size_field is None else f": raise {flag_name(reading.size_field)}"
     return f"larger than {reading.max_bytes >> 20} megabytes{fix}"
 
 

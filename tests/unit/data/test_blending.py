@@ -64,13 +64,13 @@ def test_a_blend_keeps_the_order_of_each_data_set(make_dataset: MakeDataset) -> 
 @pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])
 def test_invalid_blends(words: str) -> None:
     with pytest.raises(UserError, match="--data-path"):
-        parse_blend("--data-path", words.split())
+        parse_blend("data_path", words.split())
 
 
 @pytest.mark.parametrize("words", ["a 1 b 1", "a 1 b 2", "a 1"])
 def test_weights_after_their_paths_are_no_paths(words: str) -> None:
     with pytest.raises(UserError, match=f"--data-path {words}: expected paths only, or a weight before each path"):
-        parse_blend("--data-path", words.split())
+        parse_blend("data_path", words.split())
 
 
 def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
