@@ -21,7 +21,6 @@ A rank's part of the bucket is another part of each segment, so stage 1 sums seg
 an all-reduce, and a rank uses its elements of the result.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.products import SUM, add_product
+from megatron_ladder.parallel.products import add_product
 
 
 class _Segment:
@@ -168,23 +167,23 @@ class ShardedOptimizer(ZeroOptimizer):
         self.groups = [{**group} for group in groups]
         self._trained: list[_Segment] = []
         """Segments in the order in which they are reduced."""
-        self._sums: dict[nn.Parameter, tuple[_Segment, Tensor]] = {}
+        self._sums: dict[Tensor, tuple[_Segment, Tensor]] = {}
         """For each parameter that trains, its segment and its gradient."""
         self._list_trained()
         self._micro_batches = 0
         self._counts = True
         """Whether gradients are counted."""
-        self._added: dict[nn.Parameter, int] = {}
+        self._added: dict[Tensor, int] = {}
         """Number of gradients of each parameter in this step."""
         self._reduces: list[InFlight] = []
         """Reduces in flight, of the first segments."""
         self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
         self.gathers_late = self._is_due = False
         bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        for parameter, (_, total) in self._sums.items():
+        for parameter in bucket_of:
             parameter.register_post_accumulate_grad_hook(self._add_gradient)
-            if total.dtype != parameter.dtype:
-                setattr(parameter, SUM, functools.partial(self._add_product, parameter))
+        if dtype != torch.promote_types(dtype, torch.float32):
+            model.gradient_sink.add = self._add_product
         for module in model.modules():
             needed = [bucket_of[parameter] for parameter in module.parameters(recurse=False)]
             if needed:
@@ -321,11 +320,11 @@ class ShardedOptimizer(ZeroOptimizer):
         if gradient is not None and parameter in self._sums:
             self._add(parameter, lambda total, first: total.copy_(gradient) if first else total.add_(gradient))
 
-    def _add_product(self, parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
+    def _add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         self._add(parameter, lambda total, first: add_product(total, a, b, replace=first))
 
     @torch.no_grad()
-    def _add(self, parameter: nn.Parameter, add: Callable[[Tensor, bool], object]) -> None:
+    def _add(self, parameter: Tensor, add: Callable[[Tensor, bool], object]) -> None:
         """Call `add` with the parameter's sum, and whether it replaces those of an earlier step."""
         segment, total = self._sums[parameter]
         earlier = self._added.get(parameter, 0)

@@ -6,6 +6,7 @@ logits_shard_v [s, b, padded V / t].
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
+from megatron_ladder.parallel.products import GradientSink, linear
 from megatron_ladder.parallel.vocabulary import (
     IGNORED,
     SoftTargets,
@@ -89,7 +91,9 @@ class LanguageModel(nn.Module):
         device = device or torch.device("cpu")
         chunks = [range(config.num_layers)] if chunks is None else chunks
         ops = options.operations
-        build = BuildContext(mesh, dtype, device, ops.linear, config=config, operations=ops, experts=experts)
+        self.gradient_sink = GradientSink()
+        product = ops.linear or partial(linear, sink=self.gradient_sink)
+        build = BuildContext(mesh, dtype, device, product, config=config, operations=ops, experts=experts)
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation

@@ -25,7 +25,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.layout import Placement
-from megatron_ladder.parallel.products import LinearFunction, linear
+from megatron_ladder.parallel.products import LinearFunction
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
@@ -150,8 +150,8 @@ class Operations:
     gate: Callable[[Tensor, Tensor], Tensor] = _gate
     """(attended [..., n], gate [..., n]) -> [..., n], the output gate."""
     swiglu: Callable[[Tensor], Tensor] = _swiglu
-    linear: LinearFunction = linear
-    """(x [..., in], weight, bias) -> [..., out]."""
+    linear: LinearFunction | None = None
+    """Replaces the product of layers with their matrices."""
 
 
 BALANCING_LOSS, ROUTER_Z_LOSS = "load balancing loss", "router z loss"

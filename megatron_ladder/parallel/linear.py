@@ -19,7 +19,7 @@ from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.parallel.layout import ParallelModule, Placement
-from megatron_ladder.parallel.products import InputGradient, linear
+from megatron_ladder.parallel.products import InputGradient
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -33,7 +33,7 @@ class ColumnParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(self, matrices: Sequence[Matrix], placement: Placement, sum_input_gradient: bool = True) -> None:
-        """`placement.linear` multiplies where autograd computes the gradient of x, summed if `sum_input_gradient`."""
+        """The gradient of x that autograd computes is summed if `sum_input_gradient`."""
         super().__init__(placement)
         self.linear = placement.linear
         self.sum_input_gradient = sum_input_gradient
@@ -49,11 +49,9 @@ class ColumnParallelLinear(ParallelModule):
         autograd, which would wait for the sum.
         """
         bias = self._bias_of_all_columns()
-        if input_gradient is not None:
-            return linear(hidden_states, self.weight, bias, input_gradient)
-        if self.sum_input_gradient:
+        if input_gradient is None and self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        return self.linear(hidden_states, self.weight, bias)
+        return self.linear(hidden_states, self.weight, bias, input_gradient)
 
     def _bias_of_all_columns(self) -> Tensor | None:
         bias: Tensor | None = self.bias

@@ -7,7 +7,7 @@ Rows x [n, in] and weight [out, in] give x @ weight^T. With the gradient g [n, o
                    `InputGradient` instead: the product starts the sum there and continues with the gradient of its
                    weight, and the caller waits when it needs the result, one sub-block later.
     g^T @ x        of the weight. Autograd would write it in the precision of the model, and a second kernel would add
-                   it to the sum of an optimizer that sums in fp32. A `GradientSum` of the weight adds it at once.
+                   it to the sum of an optimizer that sums in fp32. A `GradientSink` adds it at once.
 
 ZeRO-3 gathers a parameter before each use and releases it after; `linear` and `reached_by_backward` allow for that.
 
@@ -22,8 +22,9 @@ not sorted by hand on the host, which never reads how many an expert has, except
 used.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +33,6 @@ from torch.autograd import Function
 
 from megatron_ladder.comm.inflight import InFlight, Launch
 
-SUM = "gradient_sum"
-"""The attribute of a parameter with a `GradientSum`, which then gets no gradient from autograd."""
-GradientSum = Callable[[Tensor, Tensor], None]
-"""Adds the gradient a @ b, once per backward pass."""
-LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 """Bytes of which a row of an operand of torch's grouped product must be a multiple."""
@@ -86,12 +81,37 @@ class InputGradient:
         return self.in_flight.wait()
 
 
+class GradientSink:
+    """Takes gradients of the weights of a model's layers, which are built with it.
+
+    Attributes:
+        add: adds the gradient a @ b of a weight, as `add(weight, a, b)`; None leaves it to autograd.
+    """
+
+    add: Callable[[Tensor, Tensor, Tensor], None] | None = None
+
+
+class LinearFunction(Protocol):
+    """Multiplies with the matrices of layers."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None = None, /
+    ) -> Tensor:
+        """x [..., in], weight [out, in], bias [out] or None -> [..., out]; see `linear`."""
+
+
 class _Product(Function):
     """Saves the parameter for backward, before which ZeRO-3 gathers it again, and the input if the parameter trains."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None, wide: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        input_gradient: InputGradient | None,
+        wide: bool,
+        add: Callable[[Tensor, Tensor, Tensor], None] | None,
     ) -> Tensor:
         trains = weight.requires_grad
         saved_input: tuple[Tensor, ...] = (x,) if trains else ()
@@ -99,12 +119,13 @@ class _Product(Function):
             saved_input = input_gradient.use(x, trains)
         ctx.save_for_backward(weight, *saved_input)
         ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
-        ctx.sum = None if wide else getattr(weight, SUM, None)
+        # Recomputation saves another tensor than the parameter.
+        ctx.add = None if add is None else functools.partial(add, weight)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
         return F.linear(x.to(dtype), weight.to(dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved_input = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_x: Tensor | None = None
@@ -118,24 +139,33 @@ class _Product(Function):
         if needs_weight:
             x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
             a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
-            of_weight = (a @ b).to(weight.dtype) if ctx.sum is None else ctx.sum(a, b)
-        return of_x, of_weight, of_bias, None, None
+            of_weight = (a @ b).to(weight.dtype) if ctx.add is None else ctx.add(a, b)
+        return of_x, of_weight, of_bias, None, None, None
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None = None, wide: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_gradient: InputGradient | None = None,
+    /,
+    *,
+    wide: bool = False,
+    sink: GradientSink | None = None,
 ) -> Tensor:
     """Return `x @ weight^T + bias`, for x [..., in] and weight [out, in].
 
-    The gradient of x goes to `input_gradient`, if given. `wide` products are computed in fp32 at least.
+    The gradient of x goes to `input_gradient`, and that of the weight to `sink`, if given. `wide` products are computed
+    in fp32 at least.
 
     torch's own function saves a view of the weight for backward, and with it the memory of the whole weight, and leaves
-    its gradient to autograd. A parameter that ZeRO-3 partitions (it has a `ds_id`), or whose gradients are summed
-    elsewhere, therefore goes through a function that saves the parameter.
+    its gradient to autograd. A parameter that ZeRO-3 partitions (it has a `ds_id`), or whose gradients a sink takes,
+    therefore goes through a function that saves the parameter.
     """
-    if input_gradient is None and not (wide or hasattr(weight, "ds_id") or hasattr(weight, SUM)):
+    add = None if sink is None else sink.add
+    if input_gradient is None and not (wide or hasattr(weight, "ds_id") or add is not None):
         return F.linear(x, weight, bias)
-    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide)
+    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide, add)
     return result
 
 

@@ -15,7 +15,7 @@ from megatron_ladder.engine import sharded
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.products import SUM, InputGradient, add_product, linear
+from megatron_ladder.parallel.products import GradientSink, InputGradient, add_product, linear
 from tests.helpers.recording import Calls
 from tests.helpers.sharded import small_model
 
@@ -41,9 +41,10 @@ def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     group = DoublingGroup(events)
     input_gradient = InputGradient(StreamLayout(group).start_write)
     x, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4)))
+    sink = GradientSink()
     if summed:
-        setattr(weight, SUM, lambda a, b: found.append(a @ b))
-    output = linear(x, weight, None, input_gradient)
+        sink.add = lambda _, a, b: found.append(a @ b)
+    output = linear(x, weight, None, input_gradient, sink=sink)
     with Calls(lambda function, _: "mm" in str(function) and events.append("product")):
         output.backward(torch.randn_like(output))
     assert events == ["product", "start", "product"]
