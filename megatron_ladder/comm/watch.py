@@ -46,8 +46,6 @@ BEAT_SECONDS = 5.0
 """Time between two heartbeats of a rank."""
 MOST_MISSED_BEATS = 12
 """Number of looks without a new heartbeat of a rank after which it counts as gone."""
-_SMALLEST_INCREASE = timedelta(seconds=1)
-"""A step changes the timeout only if it takes longer than the longest one by more than this."""
 GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
 """Texts in the errors that gloo raises when a peer is gone or late; they have no separate type."""
 MOST_COLLECTIVES = 4
@@ -254,7 +252,7 @@ class Watch:
             # The first step includes compilation, so its time is not typical of other steps.
             self._stepped = True
             self._set_limit(self._running)
-        elif step > self._longest_step + _SMALLEST_INCREASE:
+        elif step > self._longest_step:
             self._longest_step = step
             self._set_limit(self._running + step)
 

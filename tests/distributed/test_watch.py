@@ -135,18 +135,24 @@ def test_a_captured_step_does_not_wait_for_a_dead_peer(gloo_pools: GlooPools) ->
     assert error.endswith(" UTC after iteration 7): no heartbeat any more")
 
 
-def waits_for_a_message() -> tuple[str, str]:
-    """Return the report of a pipeline stage whose neighbour sends nothing until it is named, and the error."""
+def waits_for_a_message() -> tuple[str, str, list[int]]:
+    """Return the report of a pipeline stage whose neighbour sends nothing until it is named, the error, and the ranks
+    that have not recorded that they wait."""
     mesh, message = ProcessMesh.build(1, 2), torch.ones(3)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["named"])
         mesh.pipeline.start_send(message, 0).wait()
-        return "", ""
+        return "", "", []
     peers, report, errors = Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]), io.StringIO(), list[LostPeerError]()
+    silent = list[int]()
+    peers.board = dist.HashStore()  # type: ignore[attr-defined]
+    for rank in range(2):
+        peers.beat(rank, 7)
     peers.pipeline = mesh.pipeline
 
     def fail(error: LostPeerError) -> NoReturn:
+        silent.extend(peers.silent([0, 1]))
         store.set("named", "")
         raise SystemExit
 
@@ -160,14 +166,17 @@ def waits_for_a_message() -> tuple[str, str]:
         mesh.pipeline.start_receive(message, 1).wait()
     store.delete_key("named")
     assert mesh.pipeline.awaited is None
-    return report.getvalue(), str(errors[0])
+    return report.getvalue(), str(errors[0]), silent
 
 
 def test_a_message_that_never_comes_ends_the_run(gloo_pools: GlooPools) -> None:
     """torch neither records it nor ends it with the timeout of later collectives."""
-    (report, error), _ = gloo_pools(2).run(waits_for_a_message)
+    (report, error, silent), _ = gloo_pools(2).run(waits_for_a_message)
+    assert silent == [1]
     assert "exchanges a message with rank 1 on b (10.0.0.2)\n" in report
-    named = re.fullmatch(r"rank 1 on b \(10.0.0.2\) is gone or does not answer: no message for (\d+) s", error)
+    named = re.fullmatch(
+        r"rank 1 on b \(10.0.0.2\) is gone or does not answer \(last heard of: .*\): no message for (\d+) s", error
+    )
     assert named is not None and int(named[1]) > SHORT
 
 

@@ -1,4 +1,4 @@
-"""The end of a rank that waits in a captured step for one that is gone."""
+"""Lost ranks: their names in errors, and the end of a rank that waits in a captured step for one."""
 
 import threading
 from typing import NoReturn
@@ -7,7 +7,8 @@ import pytest
 
 from megatron_ladder.comm import watch
 from megatron_ladder.comm.agreement import Host, Peers
-from megatron_ladder.comm.watch import MOST_MISSED_BEATS, Watch
+from megatron_ladder.comm.watch import MOST_MISSED_BEATS, Watch, _RecordedCollective, naming_lost_peers
+from megatron_ladder.errors import LostPeerError
 from tests.helpers.patience import patient
 
 
@@ -59,6 +60,19 @@ def test_a_rank_in_a_captured_step_ends_only_when_another_is_gone(monkeypatch: p
         if thread.name == "watch":
             thread.join()
     assert str(errors[0]) == "rank 2 on node-2 (10.0.0.2) is gone or does not answer: no heartbeat any more"
+
+
+def test_a_lost_rank_is_the_one_at_the_address_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that still compute do not report that they wait, either. Backward has many reduces in flight."""
+    collectives = [_RecordedCollective(f"all_reduce {number}", range(3), finished=False) for number in range(1, 8)]
+    monkeypatch.setattr(watch, "_recorded_collectives", lambda: collectives)
+    peers = Peers([Host(f"node-{rank}", f"10.0.0.{rank}") for rank in range(3)])
+    with pytest.raises(LostPeerError, match=r"^rank 2 on node-2 .* is gone") as caught, naming_lost_peers(peers):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5031")
+    assert caught.value.lost == (2,)
+    first, *others, last = str(caught.value).splitlines()[1:]
+    assert first.startswith("not finished: all_reduce 1; with rank 1 on node-1 (10.0.0.1), rank 2 on node-2 ")
+    assert len(others) == 3 and last == "not finished: 3 more; the last is all_reduce 7"
 
 
 def test_a_board_that_does_not_answer_means_that_rank_0_is_gone() -> None:
