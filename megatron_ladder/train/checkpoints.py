@@ -39,7 +39,7 @@ from megatron_ladder.checkpoint.saving import (
 from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
-from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.errors import BadNumbersError, Problem, UserError, flag_name
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import tokenizer_files
@@ -99,9 +99,11 @@ class CheckpointSaver:
             if load is not None:
                 # A run that loads what it saves has none at its first start.
                 hint = checkpoints_nearby(load) if load != save and self._world.rank == 0 else ""
-                self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch{hint} ***")
+                self._print(
+                    f"*** {flag_name('load')} {load} holds no checkpoint: the run starts from scratch{hint} ***"
+                )
             elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
-                self._print(f"*** --save {save} holds {names[-1]}, which this run does not continue ***")
+                self._print(f"*** {flag_name('save')} {save} holds {names[-1]}, which this run does not continue ***")
             return 0, 0, {}
         checkpoint = self._load(load, self._inputs.checkpoint)
         if self._world.rank == 0 and save is not None:
@@ -194,7 +196,7 @@ class CheckpointSaver:
         except SaveError as error:
             self._report_failure(iteration, reason, str(error))
         if final and self._saved != iteration:
-            raise UserError(f"--save {config.save}: the last checkpoint could not be written")
+            raise UserError(Problem({"save": config.save}, "{}: the last checkpoint could not be written"))
 
     def poll(self) -> None:
         """Report, on rank 0, a save in flight that has ended; to be called after every step. Not a collective."""
@@ -263,7 +265,7 @@ class CheckpointSaver:
 
     def _report_failure(self, iteration: int, reason: str, error: str) -> None:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
-        self._print(f"*** --save {self._config.save}: {text} ***")
+        self._print(f"*** {flag_name('save')} {self._config.save}: {text} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError, flag_name
 from megatron_ladder.progress import print_if_possible
 
 _FLUSH_SECONDS, _MOST_QUEUED = 10, 1000
@@ -32,10 +32,11 @@ def check_wandb(run: RunConfig) -> None:
             wandb.login(verify=False, timeout=_LOGIN_SECONDS)
     # A folder of the package's name in the current directory is imported as an empty module.
     except (ImportError, AttributeError) as error:
-        raise UserError(f"--wandb-project {project}: {error}: pip install wandb") from None
+        raise UserError(Problem({"wandb_project": project}, "{}: {error}", "pip install wandb", error=error)) from None
     except Exception as error:  # wandb's errors have no common base class, and their texts may hold the key.
+        reason = f"{{}}: no usable API key ({type(error).__name__})"
         fix = "run `wandb login`, or set WANDB_MODE=offline"
-        raise UserError(f"--wandb-project {project}: no usable API key ({type(error).__name__}): {fix}") from None
+        raise UserError(Problem({"wandb_project": project}, reason, fix)) from None
 
 
 class Curves:
@@ -117,6 +118,6 @@ class Curves:
             self._writer = None
             # The text of wandb's errors may hold a key.
             reason = getattr(error, "strerror", None) or type(error).__name__
-            where = f"--tensorboard-dir {self._folder}: cannot be written ({reason})"
+            where = f"{flag_name('tensorboard_dir')} {self._folder}: cannot be written ({reason})"
             # Stdout may be on the same full disk.
             print_if_possible(f"*** {where}: no more curves from iteration {iteration} on ***")

@@ -15,6 +15,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.engine.build import compute_dtype
+from megatron_ladder.errors import Problem, flag_name
 from megatron_ladder.files import check_directory
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
@@ -40,13 +41,14 @@ def find_teacher(flags: RunFlags) -> Path | None:
     path = flags.training.distill_from
     if path is None or flags.training.distill_weight == 0:
         return None
-    with reporting_os_errors(f"--distill-from {path}"):
+    flag = flag_name("distill_from")
+    with reporting_os_errors(f"{flag} {path}"):
         check_directory(path)
         if is_hf_directory(path):
             return path
         checkpoint = Checkpoint.open(path)
         for warning in checkpoint.warnings:
-            print_if_possible(f"*** --distill-from {warning} ***")
+            print_if_possible(f"*** {flag} {warning} ***")
         return checkpoint.directory
 
 
@@ -60,15 +62,14 @@ def open_teacher(directory: Path) -> StoredTeacher:
     return StoredTeacher(directory, checkpoint.model(), checkpoint, tokenizer)
 
 
-def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Yield one line for each reason why a model cannot teach that of a run."""
+def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+    """Yield each reason why a model cannot teach that of a run."""
     config = teacher.config
-    named = f"--distill-from {teacher.directory}"
+    named: dict[str, object] = {"distill_from": teacher.directory}
     if config.vocab_size != run.model.vocab_size:
-        yield (
-            f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
-            f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
-        )
+        sizes = f"a vocabulary of {config.vocab_size} ids, and the model one of {run.model.vocab_size}"
+        fix = f"both must use one tokenizer; if they do, give {{vocab_size}} {config.vocab_size}"
+        yield Problem(named, f"{{}}: the teacher has {sizes}", fix)
     elif (
         tokenizer is not None
         and teacher.tokenizer is not None
@@ -78,25 +79,23 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer 
         for token in range(min(tokenizer.vocab_size, teacher.tokenizer.vocab_size)):
             taught, learned = teacher.tokenizer.decode([token]), tokenizer.decode([token])
             if taught != learned:
-                yield (
-                    f"{named}: the teacher has another tokenizer, whose id {token} is {taught!r} instead of "
-                    f"{learned!r}: train both models with one tokenizer"
+                reason = (
+                    f"{{}}: the teacher has another tokenizer, whose id {token} is {{taught}} instead of {{learned}}"
                 )
+                fix = "train both models with one tokenizer"
+                yield Problem(named, reason, fix, taught=repr(taught), learned=repr(learned))
                 break
     tensor_parallel = run.parallel.tensor_model_parallel_size
     for error in tensor_parallel_errors(config, tensor_parallel):
-        yield f"{named}: the teacher cannot be sharded like the model: {error}"
+        yield Problem(named, "{}: the teacher cannot be sharded like the model: {error}", error=error)
     if run.training.seq_length > config.max_position_embeddings:
-        yield (
-            f"{named}: the teacher has {config.max_position_embeddings} positions: use a --seq-length of at most "
-            f"{config.max_position_embeddings}, not {run.training.seq_length}"
-        )
+        most = config.max_position_embeddings
+        fix = f"use a {{seq_length}} of at most {most}, not {run.training.seq_length}"
+        yield Problem(named, f"{{}}: the teacher has {most} positions", fix)
     save = run.checkpoint.save
     if save is not None and save.resolve() in (teacher.directory.resolve(), teacher.directory.resolve().parent):
-        yield (
-            f"{named}: is in --save {save}, where this run adds and removes checkpoints: give another --save, or a "
-            "copy of the teacher"
-        )
+        reason = "{distill_from}: is in {save}, where this run adds and removes checkpoints"
+        yield Problem({**named, "save": save}, reason, "give another {save}, or a copy of the teacher")
 
 
 def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh, device: torch.device) -> Distillation:

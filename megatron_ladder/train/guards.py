@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from megatron_ladder.config.sections import ReliabilityConfig
-from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.errors import BadNumbersError, flag_name
 
 _Kind = Literal["bad numbers", "no targets", "loss spike"]
 
@@ -55,9 +55,8 @@ class Guard:
     def stop_if_hopeless(self, finding: Finding | None) -> None:
         """Raise BadNumbersError after --max-consecutive-bad-steps bad steps in a row."""
         if finding is not None and self._bad_in_a_row >= self._config.max_consecutive_bad_steps:
-            raise BadNumbersError(
-                f"{finding.text}: {self._bad_in_a_row} in a row, as many as --max-consecutive-bad-steps allows"
-            )
+            allowed = f"as many as {flag_name('max_consecutive_bad_steps')} allows"
+            raise BadNumbersError(f"{finding.text}: {self._bad_in_a_row} in a row, {allowed}")
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-able state that a resumed run needs to make the same decisions."""

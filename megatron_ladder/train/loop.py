@@ -17,6 +17,7 @@ from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import to_flags
 from megatron_ladder.data.batches import GlobalBatchLoader
+from megatron_ladder.errors import flag_name
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.checkpoints import CheckpointSaver
@@ -89,7 +90,8 @@ def open_run(words: FlagWords, received: Sequence[int] = ()) -> Iterator[OpenRun
 
 
 def _write_config(folder: Path, inputs: RunInputs) -> None:
-    note = f"All values of a run on {inputs.run.world_size} processes; --config of this file repeats the run."
+    repeats = f"{flag_name('config')} of this file repeats the run"
+    note = f"All values of a run on {inputs.run.world_size} processes; {repeats}."
     try:
         write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
     except OSError as error:
@@ -136,7 +138,8 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
         print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
     if run.checkpoint.save is None:
-        print_rank_0("*** without --save: the weights that this run learns are lost when it ends ***", rank)
+        lost = "the weights that this run learns are lost when it ends"
+        print_rank_0(f"*** without {flag_name('save')}: {lost} ***", rank)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -181,7 +184,7 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
     if run.checkpoint.save is None:
-        print_rank_0(f"nothing was saved after iteration {iteration}: --save was not given", rank)
+        print_rank_0(f"nothing was saved after iteration {iteration}: {flag_name('save')} was not given", rank)
     return reason or "all steps are done"
 
 

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.errors import ExitCode, UserError
+from megatron_ladder.errors import ExitCode, Problem, UserError
 from megatron_ladder.files import lock_file
 
 RECORD_NAME = "run.jsonl"
@@ -109,22 +109,22 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def save_lock(folder: Path, flag: str = "--save") -> Iterator[None]:
+def save_lock(folder: Path, field_name: str = "save") -> Iterator[None]:
     """Hold the lock of a directory inside the block; one process of a run that writes there enters it.
 
     The kernel's lock on the file decides, also between machines if their file system shares locks. It ends with its
-    holder. On a file system without locks there is only a warning. `flag` names the folder in messages. Raises
-    UserError with the holder if another run has the lock.
+    holder. On a file system without locks there is only a warning. `field_name` is the folder's field, for messages.
+    Raises UserError with the holder if another run has the lock.
     """
     import psutil
 
     path = folder / _LOCK_NAME
-    where = f"{flag} {folder}"
+    fields = {field_name: folder}
     try:
         file = open(path, "a+b", buffering=0)  # noqa: SIM115
     except OSError as error:
-        fix = "remove the file, or give another directory"
-        raise UserError(f"{where}: {_LOCK_NAME}: {error.strerror}: {fix}") from None
+        reason, fix = f"{{}}: {_LOCK_NAME}: {error.strerror}", "remove the file, or give another directory"
+        raise UserError(Problem(fields, reason, fix)) from None
     with file:
         try:
             problem = lock_file(file.fileno())
@@ -132,13 +132,14 @@ def save_lock(folder: Path, flag: str = "--save") -> Iterator[None]:
             holder = "it has not written its name yet"
             with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
                 holder = "pid {pid} on {host}, started {started}".format_map(json.loads(path.read_bytes()))
-            fix = "end it, or give another directory"
-            raise UserError(f"{where}: another run writes there: {holder}: {fix}") from None
+            reason, fix = "{}: another run writes there: {holder}", "end it, or give another directory"
+            raise UserError(Problem(fields, reason, fix, holder=holder)) from None
         if problem is not None:
-            advice = "make sure that no other run writes there"
-            print(f"*** {where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
+            reason, fix = "{}: this file system has no locks ({error})", "make sure that no other run writes there"
+            print(f"*** {Problem(fields, reason, fix, error=problem.strerror)} ***", flush=True)
         if os.fstat(file.fileno()).st_size > _MOST_LOCK_BYTES:
-            raise UserError(f"{where}: {_LOCK_NAME}: is not a run's lock: remove it, or give another directory")
+            reason, fix = f"{{}}: {_LOCK_NAME}: is not a run's lock", "remove it, or give another directory"
+            raise UserError(Problem(fields, reason, fix))
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         # The content is only for messages, so a full disk does not matter.

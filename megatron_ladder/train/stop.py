@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ladder.config.sections import ReliabilityConfig
+from megatron_ladder.errors import flag_name
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0
@@ -95,13 +96,13 @@ class Stopper:
         """Return why all ranks end after a step (0: before the first), or None; `sums` are all ranks' votes."""
         texts = [
             *(signal.Signals(number).name for number in _SIGNALS),
-            f"--exit-duration-in-mins {self.config.exit_duration_in_mins}",
-            f"--kill-switch-file {self.config.kill_switch_file}",
+            f"{flag_name('exit_duration_in_mins')} {self.config.exit_duration_in_mins}",
+            f"{flag_name('kill_switch_file')} {self.config.kill_switch_file}",
         ]
         for text, votes in zip(texts, sums, strict=True):
             if votes > 0:
                 return text
         interval = self.config.exit_interval
         if interval is not None and iteration > 0 and iteration % interval == 0:
-            return f"--exit-interval {interval}"
+            return f"{flag_name('exit_interval')} {interval}"
         return None

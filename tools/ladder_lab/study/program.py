@@ -58,7 +58,7 @@ def run_study(parsed: Parsed) -> None:
     """Run the missing trials of a study and write its report. Raises UserError, and SystemExit if trials fail."""
     folder = parsed.request.output_dir
     folder.mkdir(parents=True, exist_ok=True)
-    with save_lock(folder, flag="--output-dir"), received_signals() as received:
+    with save_lock(folder, field_name="output_dir"), received_signals() as received:
         parsed = replace(parsed, request=_prepare_data(parsed))
         runner = TrialRunner(parsed.request, parsed.training.jobs, received)
         study = _Study(parsed, runner)
