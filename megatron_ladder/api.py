@@ -18,16 +18,17 @@ from typing import Any, Self, SupportsIndex
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.blueprint.model import ModelConfig, learning_errors, resolve_model
-from megatron_ladder.blueprint.model_flags import ModelFlags
+from megatron_ladder.blueprint.model import ModelConfig, resolve_model
+from megatron_ladder.blueprint.model_flags import LEARNING_CHECKS, ModelFlags
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.command_line import FlagWords, build_sections, flag_words, read_words
-from megatron_ladder.config.run import read_run_words
+from megatron_ladder.command_line import Settings, flag_words, read_command_line
+from megatron_ladder.config.run import read_run
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
-from megatron_ladder.errors import BadNumbersError, Problem, UserError, raise_user_errors
+from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
+from megatron_ladder.flags import find_problems
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import build_engine, check_hardware, new_request
@@ -57,11 +58,10 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UserError(f"build_model(): seed {seed!r}: expected a whole number from 0 to {2**32 - 1}")
     with _read_keywords("build_model()", [ModelFlags], {"vocab_size": vocab_size, **flags}) as (chosen,):
-        errors: list[str | Problem] = []
         if chosen.vocab_size is None:
             raise UserError("build_model(): vocab_size None: expected the number of token ids")
-        config = resolve_model(chosen, chosen.vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
-        raise_user_errors([*errors, *learning_errors(config)])
+        config = resolve_model(chosen, chosen.vocab_size, chosen.max_position_embeddings or _POSITIONS, 1)
+        raise_user_errors(find_problems(LEARNING_CHECKS, vars(config)))
     return LanguageModel(config, ProcessMesh.single(), seed=seed)
 
 
@@ -73,9 +73,9 @@ def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[st
         if ModelFlags not in sections:
             fix = "a GPU is used if there is one: set CUDA_VISIBLE_DEVICES to choose it, or to nothing for the CPU"
         raise UserError(f"{function}: device is not a keyword: {fix}")
-    words = read_words(sections, flag_words(keywords), function, "", are_keywords=True)
-    with words.written.in_messages():
-        yield build_sections(sections, words)
+    settings = read_command_line(sections, flag_words(keywords), function, "", are_keywords=True)
+    with settings.words.in_messages():
+        yield settings.build(sections)
 
 
 class TrainingRun:
@@ -231,11 +231,11 @@ def open_training(**flags: Any) -> TrainingRun:
 
     With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
     """
-    words = read_run_words(flag_words(flags), "open_training()")
-    if words.words.get("skip_train") == "true":
+    settings = read_run(flag_words(flags), "open_training()")
+    if settings.given.get("skip_train"):
         raise UserError("skip_train=True: open_training() needs training data: remove it, and call run.evaluate()")
     _check_no_process_groups("open_training")
-    return TrainingRun(_leaving_groups(words))
+    return TrainingRun(_leaving_groups(settings))
 
 
 training = open_training
@@ -243,11 +243,11 @@ training = open_training
 
 
 @contextmanager
-def _leaving_groups(words: FlagWords) -> Iterator[OpenRun]:
+def _leaving_groups(settings: Settings) -> Iterator[OpenRun]:
     """Open a run, and leave its process groups at the end of the block, however it ends."""
     threads = torch.get_num_threads()
     try:
-        with open_run(words) as opened:
+        with open_run(settings) as opened:
             yield opened
     finally:
         # On CPUs, the run limits the threads of the process.

@@ -6,16 +6,23 @@ All invalid words and values of a command line are collected and raised together
 import argparse
 import difflib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary, raise_user_errors
-from megatron_ladder.flags import Flag, flag_name, keyword_name, limit_problems, section_flags
+from megatron_ladder.errors import Problem, UserError, Vocabulary, raise_user_errors
+from megatron_ladder.flags import (
+    Flag,
+    ValueType,
+    check_values,
+    find_problems,
+    flag_name,
+    keyword_name,
+    section_checks,
+    section_flags,
+)
 
 Config = TypeVar("Config")
 _SAME = (
@@ -30,24 +37,115 @@ _MOST_LISTED = 40
 
 
 @dataclass
-class FlagWords:
-    """The words of a command line, or of files, by flag, before they are converted to values."""
+class Settings:
+    """Values of flags by field, in layers: those of a command line over those of a checkpoint over defaults.
 
-    words: dict[str, str | list[str] | None] = field(default_factory=dict)
-    """By the name of the field; None is a value that is None."""
-    problems: list[str | Problem] = field(default_factory=list)
-    missing: list[str | Problem] = field(default_factory=list)
-    """Problems of required flags that are not given."""
-    warnings: list[str] = field(default_factory=list)
+    A field whose value is missing or invalid has no value. `words` knows where each value comes from.
+    """
+
+    flags: tuple[Flag, ...]
+    given: dict[str, Any] = field(default_factory=dict)
+    """Values of the command line, and of files that it names."""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """Values of a checkpoint."""
     faulty: set[str] = field(default_factory=set)
-    """Names of the fields with a problem, whose values are unknown."""
-    written: Vocabulary = field(default_factory=Vocabulary)
-    accepted: set[str] = field(default_factory=set)
-    """Flags of another program that request what this one does anyway."""
+    """Fields whose given value is invalid."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the given words."""
+    warnings: list[str] = field(default_factory=list)
+    words: Vocabulary = field(default_factory=Vocabulary)
+    texts: dict[str, str] = field(default_factory=dict)
+    """The words of given values."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of all fields that have one; `given` lists those that the user gives."""
+        values = {one.field_name: one.default for one in self.flags if not one.is_required}
+        values |= self.stored | self.given
+        return {name: value for name, value in values.items() if name not in self.faulty} | {"given": tuple(self.given)}
+
+    def give(self, one: Flag, words: str | list[str], spelling: str) -> None:
+        """Set the value of a flag to that of its words, or add a problem."""
+        name = one.field_name
+        text = " ".join([words] if isinstance(words, str) else words)
+        if text != self.texts.get(name, text) and not one.repeats:
+            self._replace(one, text, spelling)
+        self.texts[name] = text
+        if spelling in one.spellings:
+            self.words.spellings[keyword_name(one.name)] = spelling
+        try:
+            value = one.value_type.read(words)
+        except ValueError as error:
+            self.reject(name, error)
+        else:
+            self.given[name] = self.given.get(name, ()) + value if one.repeats else value
+            self.faulty.discard(name)
+
+    def reject(self, name: str, error: ValueError) -> None:
+        """Report that a given value is invalid."""
+        self.problems.append(Problem({name: None}, "{}: {error}", error=error))
+        self.faulty.add(name)
+
+    def accept(self, name: str, requires: tuple[str, ...], excludes: tuple[str, ...]) -> None:
+        """Accept a flag that has no effect of its own."""
+        switch = Flag(
+            field_name=name,
+            value_type=ValueType.of(bool),
+            docstring="",
+            default=False,
+            requires=requires,
+            excludes=excludes,
+        )
+        self.flags += (switch,)
+        self.given[name] = True
+
+    def over(self, lower: "Settings") -> "Settings":
+        """Return both settings as one, in which these values replace those of the lower ones, with their problems."""
+        decided = {*self.given, *self.faulty}
+        places = {name: place for name, place in lower.words.places.items() if name.removeprefix("no_") not in decided}
+        return Settings(
+            tuple(dict.fromkeys((*lower.flags, *self.flags))),
+            lower.given | self.given,
+            faulty=(lower.faulty - decided) | self.faulty,
+            problems=[*(problem for problem in lower.problems if not decided & problem.fields.keys()), *self.problems],
+            warnings=[*lower.warnings, *self.warnings],
+            words=Vocabulary(
+                self.words.spell, lower.words.spellings | self.words.spellings, places | self.words.places
+            ),
+        )
+
+    def _replace(self, one: Flag, text: str, spelling: str) -> None:
+        """Report that other words replace those of a flag, which must be valid, too."""
+        name = one.field_name
+        self.warnings.append(f"{spelling} is given twice: {text} replaces {self.texts[name]}")
+        for position, problem in enumerate(self.problems):
+            if name in problem.fields:
+                self.problems[position] = problem.noted(after=f", before {text} replaces it")
+        self.problems += one.problems(self.given.pop(name, None))
+
+    def examine(self) -> tuple[dict[str, Any], list[Problem]]:
+        """Return the valid values, by field, and the problems: of words, missing values, limits, and contradictions."""
+        values = self.values
+        required = {one.field_name: None for one in self.flags if one.is_required}
+        missing = [Problem({name: None}, "{} is required") for name in required if name not in {*values, *self.faulty}]
+        valid, invalid = check_values(self.flags, values)
+        return valid | {"given": values["given"]}, [*self.problems, *missing, *invalid]
+
+    def build(self, config_classes: Sequence[type]) -> list[Any]:
+        """Return one instance of each dataclass; raise a UserError with all problems, also of their checks."""
+        values, problems = self.examine()
+        with self.words.in_messages():
+            raise_user_errors([*problems, *find_problems(section_checks(*config_classes), values)])
+        return build_sections(config_classes, values)
 
 
-ReadOther = Callable[[str, Sequence[str], FlagWords], bool]
-"""Reads a flag of another program with its values into words; returns whether it is known there."""
+def build_sections(config_classes: Iterable[type], values: Mapping[str, Any]) -> list[Any]:
+    """Return one instance of each dataclass, with the values of its fields."""
+    return [cls(**{one.field_name: values[one.field_name] for one in section_flags(cls)}) for cls in config_classes]
+
+
+ReadOther = Callable[[str, Sequence[str], Settings], bool]
+"""Reads a flag of another program with its values; returns whether it is known there."""
 
 
 def _help_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
@@ -76,91 +174,70 @@ def parse_command_line(
     config_classes: Sequence[type],
     argv: Sequence[str],
     program: str,
-    description: str,
-    find_problems: Callable[[FlagWords], Iterable[str | Problem]] = lambda line: (),
+    description: str | None,
+    read_other: ReadOther = lambda name, values, settings: False,
 ) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 
-    Raise a UserError with one message per invalid word or value; `find_problems` checks what `flag` cannot declare.
-    `--help` and `--version` end the program.
-    """
-    line = read_words(config_classes, argv, program, description)
-    _print_warnings(line)
-    line.problems += find_problems(line)
-    return build_sections(config_classes, line)
-
-
-def parse_config(
-    config_class: type[Config],
-    argv: Sequence[str],
-    program: str,
-    description: str | None,
-    find_errors: Callable[[Config], Iterable[str | Problem]] = lambda config: (),
-    read_other: ReadOther = lambda name, values, line: False,
-) -> Config:
-    """Read `argv` into one dataclass, as `parse_command_line`; `find_errors` checks what `flag` cannot declare.
-
-    `description` is the docstring of the program, of which the help shows the first paragraph.
+    Raise a UserError with one message per invalid word or value. `--help` and `--version` end the program. The help
+    shows the first paragraph of the description.
     """
     summary = " ".join((description or "").split("\n\n")[0].split())
-    errors = ErrorCollector()
-    line = read_words([config_class], argv, program, summary, read_other)
-    _print_warnings(line)
+    settings = read_command_line(config_classes, argv, program, summary, read_other)
+    for warning in settings.warnings:
+        print(f"*** {warning} ***", file=sys.stderr)
+    return settings.build(config_classes)
+
+
+def parse_config(config_class: type[Config], *args: Any, **options: Any) -> Config:
+    """Read a command line into one dataclass, as `parse_command_line`."""
     config: Config
-    (config,) = build_sections([config_class], line, errors=errors)
-    errors.add(*find_errors(config))
-    with line.written.in_messages():
-        errors.raise_if_any()
+    (config,) = parse_command_line([config_class], *args, **options)
     return config
 
 
-def _print_warnings(line: FlagWords) -> None:
-    for warning in line.warnings:
-        print(f"*** {warning} ***", file=sys.stderr)
-
-
-def read_words(
+def read_command_line(
     config_classes: Sequence[type],
     argv: Sequence[str],
     program: str,
     description: str,
-    read_other: ReadOther = lambda name, values, line: False,
+    read_other: ReadOther = lambda name, values, settings: False,
     are_keywords: bool = False,
-) -> FlagWords:
-    """Return the words of a command line by flag; `--help` and `--version` end the program.
+) -> Settings:
+    """Return the values of a command line, with problems; `--help` and `--version` end the program.
 
     `are_keywords`: the words are `flag_words` of the Python function `program`, and errors name its keywords.
     """
     if {"-h", "--help", "--version"} & set(argv):
         _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])
     flags = section_flags(*config_classes)
-    known = {spelling: flag for flag in flags for spelling in flag.spellings}
-    known |= {flag.opposite: flag for flag in flags if flag.switches_to is not None}
-    line = FlagWords()
-    groups = _groups(argv, line)
-    problem = " is not a flag of this program"
+    known = {spelling: one for one in flags for spelling in one.spellings}
+    known |= {one.opposite: one for one in flags if one.switches_to is not None}
+    settings = Settings(flags)
+    reason = "{} is not a flag of this program"
     fix = "see --help"
     if are_keywords:
-        problem = f" is not a keyword of {program}"
-        fix = f"its keywords are {', '.join(flag.field_name for flag in flags)}"
+        reason = f"{{}} is not a keyword of {program}"
+        fix = f"its keywords are {', '.join(one.field_name for one in flags)}"
         if len(flags) > _MOST_LISTED:
             fix = "`pretrain_ladder.py --help` lists the flags that are"
-    for name, attached, following in groups:
+    for name, attached, following in _groups(argv, settings):
+        settings.words.spellings.setdefault(keyword_name(name), name)
         if name in known:
-            _read_flag(known[name], name, attached, following, line)
-        elif not read_other(name, attached or following, line):
+            _read_flag(known[name], name, attached, following, settings)
+        elif not read_other(name, attached or following, settings):
             synonyms = [other for names in _SAME if name in names for other in names if other in known]
             near = synonyms[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            line.faulty |= {known[spelling].field_name for spelling in near}
-            hint = f"did you mean {near[0]}?" if near else fix
-            line.problems.append(Problem(name, f"{problem}: {hint}"))
+            settings.faulty |= {known[spelling].field_name for spelling in near}
+            hint = f"did you mean {{{keyword_name(near[0])}}}?" if near else fix
+            settings.problems.append(Problem({keyword_name(name): None}, f"{reason}: {hint}"))
     if are_keywords:
-        spellings = {name: keyword_name(spelling) for name, spelling in line.written.spellings.items()}
-        line.written = Vocabulary(str, spellings)
-    return line
+        spellings = {name: keyword_name(spelling) for name, spelling in settings.words.spellings.items()}
+        settings.words = Vocabulary(str, spellings)
+    return settings
 
 
-def _groups(argv: Sequence[str], line: FlagWords) -> list[tuple[str, list[str], list[str]]]:
+def _groups(argv: Sequence[str], settings: Settings) -> list[tuple[str, list[str], list[str]]]:
     """Return each flag with the word after its equals sign, and the words up to the next flag."""
     groups: list[tuple[str, list[str], list[str]]] = []
     for word in argv:
@@ -170,104 +247,33 @@ def _groups(argv: Sequence[str], line: FlagWords) -> list[tuple[str, list[str], 
         elif groups:
             groups[-1][2].append(word)
         else:
-            line.problems.append(f"{word}: expected a flag")
+            settings.problems.append(Problem({}, "{word}: expected a flag", word=word))
     return groups
 
 
-def _read_flag(flag: Flag, name: str, attached: list[str], following: list[str], line: FlagWords) -> None:
-    """Add the words of a flag, and a problem if there are too few or too many."""
-    alone = {flag.opposite: "false" if flag.switches_to == "true" else "true"}.get(name)
-    takes_word = bool(flag.value_type.placeholder) and alone is None
-    if name in flag.spellings:
-        line.written.spellings[keyword_name(flag.name)] = name
+def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], settings: Settings) -> None:
+    """Give a flag its value, and add a problem if there are too few or too many words."""
+    alone = {one.opposite: "false" if one.switches_to == "true" else "true"}.get(name)
+    takes_word = bool(one.value_type.placeholder) and alone is None
+    subject = {keyword_name(name): None}
     if attached and not takes_word:
-        line.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
-    value = following if flag.value_type.many else following[:1]
+        settings.problems.append(Problem(subject, "{} takes no value, found {word}", word=attached[0]))
+    value = following if one.value_type.many else following[:1]
     if attached or not takes_word:
         value = []
-    line.problems += [f"{word}: expected a flag, after the value of {name}" for word in following[len(value) :]]
+    for word in following[len(value) :]:
+        reason = "{word}: expected a flag, after the value of {flag}"
+        settings.problems.append(Problem({}, reason, word=word, flag=name))
     if attached and takes_word:
         value = attached
-    switched = alone or flag.switches_to
-    if flag.value_type.many and value:
-        before = list(line.words.get(flag.field_name) or ())
-        if flag.repeats:
-            line.words[flag.field_name] = [*before, *value]
-        else:
-            _set_words(flag, name, value, line)
+    switched = alone or one.switches_to
+    if value and one.value_type.many:
+        settings.give(one, value, name)
     elif value or switched is not None:
-        _set_words(flag, name, value[0] if value else str(switched), line)
+        settings.give(one, value[0] if value else str(switched), name)
     else:
-        line.problems.append(Problem(name, ": expected a value"))
-        line.faulty.add(flag.field_name)
-
-
-def _set_words(flag: Flag, name: str, words: str | list[str], line: FlagWords) -> None:
-    """Set the words of a flag; report other words that they replace, which must be valid, too."""
-    before = line.words.get(flag.field_name)
-    line.words[flag.field_name] = words
-    if before in (None, words):
-        return
-    replaced, shown = (" ".join([given] if isinstance(given, str) else given or ()) for given in (before, words))
-    line.warnings.append(f"{name} is given twice: {shown} replaces {replaced}")
-    try:
-        value = flag.value_type.read(before or "")
-    except ValueError as error:
-        line.problems.append(Problem(name, f": {error}, before {shown} replaces it"))
-    else:
-        line.problems += limit_problems([flag], {flag.name: value}, together=False)
-
-
-def build_sections(
-    config_classes: Sequence[type],
-    line: FlagWords,
-    may_lack_values: bool = False,
-    errors: ErrorCollector | None = None,
-) -> list[Any]:
-    """Return one instance of each dataclass; raise a UserError with all problems of words and values.
-
-    With `may_lack_values`, a required flag without words is None, and flags are not compared with each other.
-
-    If flags are missing and there is no other problem, `errors` receives that, so that the caller can add errors of
-    combinations. A missing flag then has a value that makes no combination invalid.
-    """
-    missing = list(line.missing)
-    problems: list[str | Problem] = []
-    values: dict[str, Any] = {}
-    flags = section_flags(*config_classes)
-    for flag in flags:
-        if flag.field_name in line.faulty:
-            continue
-        words = line.words.get(flag.field_name, flag.default)
-        if flag.field_name in line.words and words is not None:
-            try:
-                values[flag.name] = flag.value_type.read(words)
-            except ValueError as error:
-                problems.append(Problem(flag_name(flag.field_name), f": {error}"))
-        elif flag.is_required and not may_lack_values:
-            missing.append(Problem(flag.name, " is required"))
-        else:
-            values[flag.name] = None if flag.is_required else words
-    problems += limit_problems(flags, values, not may_lack_values)
-    with line.written.in_messages():
-        if line.problems or problems or errors is None:
-            raise_user_errors([*line.problems, *missing, *problems])
-    if errors is not None:
-        errors.add(*missing)
-    return [
-        config_class(
-            **{flag.field_name: values.get(flag.name, _stand_in(flag)) for flag in section_flags(config_class)}
-        )
-        for config_class in config_classes
-    ]
-
-
-def _stand_in(flag: Flag) -> Any:
-    """Return a value for a flag that is missing: the largest number, an empty text, or an empty file."""
-    scalar = flag.value_type.scalar
-    stand_ins: dict[Any, Any] = {int: sys.maxsize, float: sys.maxsize, Path: os.devnull}
-    value = scalar(stand_ins.get(scalar, ""))
-    return (value,) if flag.value_type.many else value
+        settings.problems.append(Problem(subject, "{}: expected a value"))
+        settings.faulty.add(one.field_name)
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -34,6 +34,14 @@ from megatron_ladder.files import OutputKind, output_problem
 
 _IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL, and surrogates except for those that stand for undecodable bytes of a command line."""
+
+
+class Check(typing.NamedTuple):
+    """A check of values that belong together; see `rule`."""
+
+    find: Callable[..., Iterable[Problem]]
+    """Yields the problems of values, which follow each other as the fields in `reads`."""
+    reads: Sequence[str]
 
 
 def flag(default: Any = dataclasses.MISSING, **declared: Any) -> Any:
@@ -154,10 +162,11 @@ class Flag:
     """Computed text that follows the docstring in the help."""
     repeats: bool = False
     """Whether a repetition of the flag adds values; otherwise it replaces them, which is reported."""
-    on_resume: Literal["take", "report", "data", "ignore"] = "take"
-    """What a resumed run does with the value of its checkpoint if the flag is not given. take: uses it; report:
-    likewise, and reports another given value, because it changes what is learned; data: uses it if no other flag that
-    names data is given; ignore: uses the default, because the value concerns one start."""
+    on_resume: Literal["take", "keep", "report", "data", "ignore"] = "take"
+    """What a resumed run does with the value of its checkpoint if the flag is not given. take: uses it; keep: likewise,
+    and rejects another given value, because it changes the order of samples; report: likewise, and reports another
+    value, because it changes what is learned; data: uses it if no other flag that names data is given; ignore: uses the
+    default, because the value concerns one start."""
 
     @property
     def name(self) -> str:
@@ -203,6 +212,17 @@ class Flag:
         low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
         return low and (self.maximum is None or number <= self.maximum) and (self.below is None or number < self.below)
 
+    def problems(self, value: Any) -> Iterator[Problem]:
+        """Yield one problem for each limit that excludes the value, or one of several values."""
+        for item in value if isinstance(value, tuple) else (value,):
+            fields = {keyword_name(self.name): item}
+            if isinstance(item, int | float) and not self.allows(item):
+                yield Problem(fields, "{}: expected {bounds}", bounds=self.bounds)
+            if isinstance(item, str) and self.choices and item not in self.choices:
+                yield Problem(fields, "{}: {expected}", expected=expected_one_of(item, self.choices))
+            if self.output and isinstance(item, Path) and (problem := output_problem(item, self.output)):
+                yield Problem(fields, "{}: cannot be written: {problem}", "give another path", problem=problem)
+
     @property
     def bounds(self) -> str:
         """Describe the accepted numbers: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
@@ -246,49 +266,96 @@ def section_flags(*config_classes: type) -> tuple[Flag, ...]:
     )
 
 
-def value_errors(configs: Sequence[Any]) -> list[Problem]:
-    """Check the sections of one command line against what their flags allow; return one line per error."""
-    flags = section_flags(*(config.__class__ for config in configs))
-    fields = {name: value for config in configs for name, value in vars(config).items()}
-    return limit_problems(flags, {declared.name: fields[declared.field_name] for declared in flags})
+def conflicts(flags: Iterable[Flag], values: Mapping[str, Any]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Yield a problem for each value, by field, that lacks one that it requires, or has one that it excludes.
 
-
-def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: bool = True) -> list[Problem]:
-    """Check the values of flags, by name, against their limits; flags without a value have an error already.
-
-    `requires` and `excludes`, which are checked `together`, refer to any of these flags.
+    With it come the fields of which one has no effect. A flag whose value is unknown agrees with all others.
     """
-    known = {declared.name: declared for declared in flags}
-    problems: list[Problem] = []
-
-    def holds(condition: str, unknown: bool) -> bool:
-        """Whether a flag has the value in `condition`, or, if that has none, any but its default."""
-        name, _, wanted = condition.partition(" ")
-        default = known[name].default
-        if name not in values:
-            return unknown
-        return str(values[name]) in wanted.split(" or ") if wanted else values[name] != default
-
-    for name, value in values.items():
-        declared = known[name]
-        before = len(problems)
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int | float) and not declared.allows(item):
-                problems.append(Problem(name, f" {item}: expected {declared.bounds}"))
-            if isinstance(item, str) and declared.choices and item not in declared.choices:
-                problems.append(Problem(name, f" {item}: {expected_one_of(item, declared.choices)}"))
-            if declared.output and isinstance(item, Path) and (problem := output_problem(item, declared.output)):
-                problems.append(Problem(name, f" {item}: cannot be written: {problem}: give another path"))
-        if not together or value in (declared.default, "false") or len(problems) > before:
+    known = {spelling: one for one in flags if one.field_name in values for spelling in one.spellings}
+    for one in dict.fromkeys(known.values()):
+        value = values[one.field_name]
+        if value in (one.default, "false"):
             continue
-        shown = "" if isinstance(value, bool | tuple) else f" {value}"
-        for other in declared.requires:
-            if not holds(other, unknown=True):
-                problems.append(Problem(name, f"{shown} requires {other}"))
-        for other in declared.excludes:
-            if holds(other, unknown=False):
-                problems.append(Problem(name, f"{shown} and {other} exclude each other: give one of them"))
-    return problems
+        for condition in (*one.requires, *one.excludes):
+            spelling, _, wanted = condition.partition(" ")
+            if spelling not in known:
+                continue
+            other = known[spelling]
+            found = values[other.field_name]
+            holds = str(found) in wanted.split(" or ") if wanted else found != other.default
+            name = keyword_name(spelling)
+            fields = {keyword_name(one.name): None if isinstance(value, tuple) else value, name: wanted or None}
+            if not holds and condition in one.requires:
+                yield Problem(fields, f"{{}} requires {{{name}}}"), (one.field_name,)
+            if holds and condition in one.excludes:
+                problem = Problem(fields, f"{{}} and {{{name}}} exclude each other", "give one of them")
+                yield problem, (one.field_name, other.field_name)
+
+
+def section_checks(*config_classes: type) -> list[Check]:
+    """Return all checks of dataclasses: the `rule`s in their attribute `checks`."""
+    return [check for config_class in config_classes for check in getattr(config_class, "checks", ())]
+
+
+def check_values(flags: Sequence[Flag], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values, by field, that are within the limits of their flags, and the problems.
+
+    They are values outside of the limits, and then combinations of others that contradict what flags declare.
+    """
+    valid: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for one in flags:
+        if one.field_name in values:
+            value = values[one.field_name]
+            outside = [*one.problems(value)]
+            problems += outside
+            valid |= {} if outside else {one.field_name: value}
+    return valid, problems + [problem for problem, _ in conflicts(flags, valid)]
+
+
+def rule(is_broken: Callable[..., Any], reason: str, fix: str = "", reads: Sequence[str] = ()) -> Check:
+    """Return a check that reports values for which a function is true; its parameters name the fields that it reads.
+
+    `reads` names them instead. The templates are those of `Problem`; `{world_size!v}` is a value without its field, and
+    `{profile!f}` a field without its value.
+    """
+    names = reads or tuple(inspect.signature(is_broken).parameters)
+    values_alone = re.findall(r"{(\w+)!v}", reason + fix)
+    template = reason.replace("!v}", "_value}").replace("!f}", "}")
+
+    def check(*values: Any) -> Iterator[Problem]:
+        if is_broken(*values):
+            found = dict(zip(names, values, strict=True))
+            subjects = {name: None if bare else found.get(name) for name, bare in re.findall(r"{(\w+)(!f)?}", reason)}
+            texts = {f"{name}_value": found[name] for name in values_alone}
+            yield Problem(subjects, template, fix.replace("!v}", "_value}"), **texts)
+
+    return Check(check, names)
+
+
+def derive(rules: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values, by field, completed by functions of the fields that their parameters name, in their order.
+
+    A field is unknown if one of those is, or if its function returns None.
+    """
+    derived = dict(values)
+    for name, function in rules.items():
+        names = inspect.signature(function).parameters
+        is_known = derived.keys() >= names.keys()
+        value = function(*map(derived.get, names)) if is_known else None
+        derived.pop(name, None)
+        if value is not None:
+            derived[name] = value
+    return derived
+
+
+def find_problems(checks: Iterable[Check], values: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems that checks find in values, by field.
+
+    Where a field that a check reads is unknown, because it is missing or invalid itself, there is nothing to check.
+    """
+    known = (check for check in checks if values.keys() >= {*check.reads})
+    return [problem for check in known for problem in check.find(*map(values.get, check.reads))]
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.command_line import FlagWords, build_sections, read_words  # noqa: E402
-from megatron_ladder.config.run import RunFlags, parse_run  # noqa: E402
+from megatron_ladder.command_line import Settings, read_command_line  # noqa: E402
+from megatron_ladder.config.run import parse_run  # noqa: E402
 from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
@@ -27,19 +27,19 @@ class DryRunOptions:
     """File for the memory of the ranks that are built, and for all collectives of a step in order."""
 
 
-def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
+def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, Settings, list[str]]:
     """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
     words: list[str] = []
 
-    def keep(name: str, values: Sequence[str], _: FlagWords) -> bool:
+    def keep(name: str, values: Sequence[str], _: Settings) -> bool:
         words.extend([f"{name}={values[0]}"] if len(values) == 1 else [name, *values])
         return True
 
-    line = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep)
+    settings = read_command_line([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep)
     errors = ErrorCollector()
     options = DryRunOptions()
     with errors.collect():
-        (options,) = build_sections([DryRunOptions], line)
+        (options,) = settings.build([DryRunOptions])
     return options, parse_run(words, errors.problems, options.ranks), words
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.bench.options import ThroughputOptions, throughput_errors  # noqa: E402
+from ladder_lab.bench.options import ThroughputOptions  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
-parse_options = functools.partial(
-    parse_config, ThroughputOptions, program="throughput.py", description=__doc__, find_errors=throughput_errors
-)
+parse_options = functools.partial(parse_config, ThroughputOptions, program="throughput.py", description=__doc__)
 
 
 def main(argv: Sequence[str]) -> None:

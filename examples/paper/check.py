@@ -93,8 +93,8 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
     Raises:
         UserError: with one message per error.
     """
-    flags = parse_run(words)
-    run = resolve_run(flags, flags.model.vocab_size or 1, processes)
+    settings = parse_run(words)
+    run = resolve_run(settings, settings.values["vocab_size"], processes)
     deepspeed_json(run)
     return run
 

@@ -1,21 +1,31 @@
 """A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder, and its checks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron_ladder.blueprint.model_flags import ModelFlags, ModelTraits, parse_layers
-from megatron_ladder.blueprint.wiring import (
-    DESYNC_INTERVALS,
-    WIRING_FIELDS,
-    WIRINGS,
-    SubBlockKind,
-    WiredSubBlock,
-    Wiring,
+from megatron_ladder.blueprint.model_flags import (
+    CHOICES,
+    FLAG_CHECKS,
+    MODEL_CHECKS,
+    TENSOR_PARALLEL_CHECKS,
+    ModelFlags,
+    ModelTraits,
+    parse_layers,
 )
+from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock, Wiring
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
-from megatron_ladder.flags import flag, flag_name, to_plain, value_errors
+from megatron_ladder.flags import (
+    check_values,
+    derive,
+    find_problems,
+    flag,
+    flag_name,
+    section_flags,
+    to_plain,
+)
 
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
@@ -56,11 +66,6 @@ class ModelConfig(ModelTraits):
     def shares_stream(self) -> bool:
         """Whether all tensor-parallel ranks read the same stream: not with desync, nor with own partials."""
         return self.wiring.stream == "shared" and not self.lanes
-
-    @property
-    def separating_field(self) -> str:
-        """The field that makes the tensor-parallel ranks read different streams, if they do."""
-        return "lanes" if self.lanes else "residual_mode"
 
     @property
     def is_latent(self) -> bool:
@@ -170,241 +175,81 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
-_LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")
+def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int) -> ModelConfig:
+    """Derive the values that the flags leave open; raises UserError with one problem for each invalid one."""
+    sizes = {"vocab_size": vocab_size, "seq_length": seq_length, "tensor_model_parallel_size": tensor_parallel}
+    values, invalid = check_values(section_flags(ModelFlags), vars(flags))
+    values, impossible = examine_model(values | sizes)
+    raise_user_errors([*invalid, *impossible])
+    return model_of(values)
 
 
-def resolve_model(
-    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, errors: list[str | Problem]
-) -> ModelConfig:
-    """Derive the values that the flags leave open, appending one line to `errors` for each error.
+def examine_model(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return values, by field, with those that they leave open of a model, and what makes the model impossible."""
+    resolved = derive(_DERIVED, values)
+    return resolved, [*find_problems(FLAG_CHECKS, values), *find_problems(MODEL_CHECKS, derive(CHOICES, resolved))]
 
-    A harmless value replaces one that cannot be derived.
+
+def model_of(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the model of values, by field, that `examine_model` completed."""
+    model = {field.name: values[field.name] for field in fields(ModelConfig)}
+    return ModelConfig(**model | {"desync_tp": model["desync_tp"] or None}).canonical()
+
+
+def model_errors(config: ModelConfig) -> list[Problem]:
+    """Return one problem for each value or combination that no model can have."""
+    values, invalid = check_values(section_flags(ModelConfig), vars(config))
+    return invalid or find_problems(MODEL_CHECKS, derive(CHOICES, values))
+
+
+def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[Problem]:
+    """Return one problem for each reason why this many tensor-parallel ranks cannot compute the model.
+
+    A rank has a part of the width of each expert.
     """
-    hidden, heads = flags.hidden_size, max(flags.num_attention_heads, 1)
-    head_dim = flags.qk_nope_head_dim + flags.qk_rope_head_dim if flags.kv_lora_rank else hidden // heads
-    if flags.head_dim is None and not flags.kv_lora_rank and hidden % heads:
-        head_dim = 2
-        errors.append(
-            Problem(
-                "--hidden-size",
-                f" {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or give --head-dim",
-            )
-        )
-    # Flags of other wirings.
-    wiring = WIRINGS[flags.residual_mode]
-    for name in WIRING_FIELDS:
-        if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
-            taking = " or ".join(mode for mode, other in WIRINGS.items() if name in other.takes)
-            errors.append(
-                Problem(
-                    flag_name(name),
-                    f" {getattr(flags, name)} has no meaning with --residual-mode {flags.residual_mode}: give "
-                    f"--residual-mode {taking}, or leave it out",
-                )
-            )
-    layers: dict[str, tuple[int, ...]] = {}
-    for name in _LISTS_OF_LAYERS:
-        text = getattr(flags, name)
-        try:
-            layers[name] = parse_layers("all" if text is None else text, flags.num_layers)
-        except ValueError as error:
-            errors.append(Problem(flag_name(name), f" {text}: {error} (--num-layers {flags.num_layers})"))
-            layers[name] = ()
-    # Defaults, and zeros for what the model lacks.
-    desync = wiring.stream == "per rank"
-    derived = {
-        "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,
-        "num_key_value_heads": 1 if flags.kv_lora_rank else heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": seq_length,
-    }
-    flag_values = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
-    values = flag_values | {name: value for name, value in derived.items() if flag_values[name] is None}
-    width = flags.moe_ffn_hidden_size or values["ffn_hidden_size"]
-    values.update(
-        vocab_size=vocab_size,
-        moe_ffn_hidden_size=width if flags.num_experts else 0,
-        moe_layers=layers["moe_layers"] if flags.num_experts else (),
-        ladder_layers=layers["ladder_layers"] if wiring.late else (),
-        lanes=flags.lanes if wiring.late else 0,
-        desync_interval=flags.desync_interval if desync else 0,
-        desync_tp=tensor_parallel if desync else None,
-    )
-    config = ModelConfig(**values)
-    errors += model_errors(config)
-    return config.canonical()
+    layout = {"tensor_model_parallel_size": tensor_parallel, "expert_sharding": "width"}
+    return find_problems(TENSOR_PARALLEL_CHECKS, vars(config) | layout)
 
 
-def model_errors(config: ModelConfig) -> Iterator[Problem]:
-    """Yield one line, with the names of the flags, for each value or combination that no model can have."""
-    if problems := value_errors([config]):
-        yield from problems
-        return
-    if config.num_attention_heads % config.num_key_value_heads:
-        yield Problem(
-            "--num-attention-heads",
-            f" {config.num_attention_heads} is not divisible by "
-            f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
-        )
-    if config.is_latent:
-        yield from _latent_errors(config)
-    elif config.rotary_dim % 2 or config.rotary_dim < 2:
-        part = f" x --rotary-percent {config.rotary_percent}" if config.rotary_percent < 1 else ""
-        yield Problem("--head-dim", f" {config.head_dim}{part} is odd or below 2: the rotary embedding needs pairs")
-    if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
-        yield Problem(
-            "--rope-high-freq-factor",
-            f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
-        )
-    if config.rope_scaling == "yarn" and config.rope_beta_fast < config.rope_beta_slow:
-        yield Problem(
-            "--rope-beta-fast", f" {config.rope_beta_fast} must not be below --rope-beta-slow {config.rope_beta_slow}"
-        )
-    if config.rope_scaling == "yarn" and config.rotary_base <= 1:
-        yield Problem("--rotary-base", f" {config.rotary_base} with --rope-scaling yarn: expected more than 1")
-    for name in _LISTS_OF_LAYERS:
-        layers: tuple[int, ...] = getattr(config, name)
-        if list(layers) != sorted({*layers} & {*range(config.num_layers)}):
-            yield Problem(flag_name(name), f" {list(layers)} are not ascending layers of 0-{config.num_layers - 1}")
-    if config.wiring.stream == "per rank":
-        if config.desync_interval not in DESYNC_INTERVALS:
-            possible = " or ".join(map(str, DESYNC_INTERVALS))
-            yield Problem("--desync-interval", f" {config.desync_interval} is not {possible}")
-        if config.desync_tp is None or config.desync_tp < 2:
-            yield Problem(
-                "--residual-mode",
-                f" desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
-                "desynchronise; use at least 2 ranks, or --residual-mode standard",
-            )
-    yield from _expert_errors(config)
-    if config.lanes and not config.wiring.late:
-        yield Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
-    elif config.lanes:
-        yield from _division_errors(config, "lanes", config.lanes)
+def _head_dim(head_dim: int | None, hidden_size: int, heads: int, latent_width: int) -> int | None:
+    if head_dim is None and not latent_width:
+        return None if hidden_size % heads else hidden_size // heads
+    return head_dim or latent_width
 
 
-def _latent_errors(config: ModelConfig) -> Iterator[Problem]:
-    """Yield one line for each value that no model with latent attention can have."""
-    width = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if config.qk_rope_head_dim % 2:
-        yield Problem("--qk-rope-head-dim", f" {config.qk_rope_head_dim} is odd: the rotary embedding needs pairs")
-    expected = {
-        "num_key_value_heads": (1, "all heads share one latent"),
-        "head_dim": (width, "the sum of --qk-nope-head-dim and --qk-rope-head-dim"),
-        "rotary_percent": (1, "--qk-rope-head-dim is the rotated part"),
-        "qk_layernorm": (False, "the latents are normed"),
-    }
-    for name, (value, reason) in expected.items():
-        if getattr(config, name) != value:
-            found = f"{flag_name(name)} {getattr(config, name)}"
-            yield Problem("--kv-lora-rank", f" {config.kv_lora_rank} with {found}: {reason}: leave it out")
+def _layers(text: str | None, num_layers: int) -> tuple[int, ...] | None:
+    with suppress(ValueError):
+        return parse_layers("all" if text is None else text, num_layers)
+    return None
 
 
-def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
-    """Yield one line for each value that no model with experts can have, or that needs experts."""
-    experts, groups = config.num_experts, config.moe_router_num_groups
-    wiring = config.wiring
-    if wiring.needs_experts and not config.moe_layers:
-        yield Problem("--residual-mode", f" {config.residual_mode} needs layers with experts: give --num-experts")
-    if not experts:
-        return
-    if not config.moe_ffn_hidden_size:
-        yield Problem("--moe-ffn-hidden-size", " 0: expected the width of one expert")
-    if not config.shares_stream:
-        what = f"{flag_name(config.separating_field)} {getattr(config, config.separating_field)}"
-        yield Problem(
-            "--num-experts", f" {experts} with {what}: the ranks read different streams and would route apart"
-        )
-    if config.residual_mode == "shortcut" and not config.moe_shared_expert_intermediate_size:
-        fix = "give --moe-shared-expert-intermediate-size"
-        text = f" shortcut needs a shared expert, which runs while the sum of the routed ones is in flight: {fix}"
-        yield Problem("--residual-mode", text)
-    if config.residual_mode == "longcat" and config.moe_shared_expert_intermediate_size:
-        width = config.moe_shared_expert_intermediate_size
-        text = f" {width} with --residual-mode longcat, whose layers have dense MLPs instead: leave it out"
-        yield Problem("--moe-shared-expert-intermediate-size", text)
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        yield Problem("--moe-router-num-groups", f" {groups}: --num-experts {experts} has no groups of 2 or more equal")
-    elif config.moe_router_group_topk > groups:
-        yield Problem("--moe-router-group-topk", f" {config.moe_router_group_topk} of {groups} groups")
-    elif config.moe_router_topk > experts // groups * config.moe_router_group_topk:
-        among = experts // groups * config.moe_router_group_topk
-        yield Problem("--moe-router-topk", f" {config.moe_router_topk}: a token chooses among {among} experts")
-
-
-def learning_errors(config: ModelConfig) -> Iterator[Problem]:
-    """Yield one line for each value with which a model can be computed, but not trained."""
-    if config.moe_layers and config.moe_router_topk == 1 and not config.moe_router_unnormalized:
-        yield Problem(
-            "--moe-router-topk",
-            " 1 without --moe-router-unnormalized: the weight of the only expert is divided by itself, so the router "
-            "learns nothing from the loss: add --moe-router-unnormalized, or choose 2 experts or more",
-        )
-
-
-def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_experts: bool = False) -> list[Problem]:
-    """Return one line for each reason why this many tensor-parallel ranks cannot compute the model.
-
-    With `whole_experts` a rank holds some of the experts, otherwise a part of the width of each.
-    """
-    errors = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel, whole_experts)]
-    if config.lanes % tensor_parallel:
-        errors.append(
-            Problem(
-                "--lanes",
-                f" {config.lanes} is not a multiple of --tensor-model-parallel-size {tensor_parallel}: a rank "
-                "computes one or several whole lanes",
-            )
-        )
-    if config.desync_tp not in (None, tensor_parallel):
-        errors.append(
-            Problem(
-                "--tensor-model-parallel-size",
-                f" {tensor_parallel}: this desync model has per-rank norms for "
-                f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}",
-            )
-        )
-    return [*errors, *_lane_errors(config, tensor_parallel)]
-
-
-def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[Problem]:
-    """Return one line for each weight for which a rank cannot compute several lanes, because they share it."""
-    if config.lanes <= tensor_parallel:
-        return []
-    key_heads = "kv_lora_rank" if config.is_latent else "num_key_value_heads"
-    shared = {
-        "add_attention_output_bias": config.add_attention_output_bias,
-        "add_mlp_bias": config.add_mlp_bias,
-        "qk_layernorm": config.qk_layernorm,
-        key_heads: config.num_key_value_heads % config.lanes != 0,
-    }
-    return [
-        Problem(
-            {name: getattr(config, name), "lanes": config.lanes, "tensor_model_parallel_size": tensor_parallel},
-            "{} with {lanes} on {tensor_model_parallel_size}: the lanes share these weights, so each needs a rank",
-            f"use {{tensor_model_parallel_size}} {config.lanes}",
-        )
-        for name, is_shared in shared.items()
-        if is_shared
-    ]
-
-
-def _division_errors(config: ModelConfig, divisor: str, parts: int, whole_experts: bool = False) -> Iterator[Problem]:
-    """Yield one line for each size that cannot be divided into this many parts."""
-    has_mlp = len(config.moe_layers) < config.num_layers or config.residual_mode == "longcat"
-    names = ["num_attention_heads", *(["ffn_hidden_size"] if has_mlp else [])]
-    names += ["num_experts" if whole_experts else "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
-    for name in names:
-        if getattr(config, name) % parts:
-            yield Problem(flag_name(name), f" {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}")
-    kv_heads = config.num_key_value_heads
-    # With as many of them as query heads, the error above is the cause.
-    if kv_heads != config.num_attention_heads and kv_heads % parts and parts % kv_heads:
-        yield Problem(
-            "--num-key-value-heads",
-            f" {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
-            "sharded or replicated)",
-        )
+_DERIVED: Mapping[str, Callable[..., Any]] = {
+    "head_dim": lambda head_dim, hidden_size, num_attention_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: (
+        _head_dim(head_dim, hidden_size, num_attention_heads, kv_lora_rank and qk_nope_head_dim + qk_rope_head_dim)
+    ),
+    "ffn_hidden_size": lambda ffn_hidden_size, hidden_size: (
+        ffn_hidden_size or -(-8 * hidden_size // 3 // FFN_MULTIPLE) * FFN_MULTIPLE
+    ),
+    "num_key_value_heads": lambda num_key_value_heads, num_attention_heads, kv_lora_rank: (
+        num_key_value_heads or (1 if kv_lora_rank else num_attention_heads)
+    ),
+    "max_position_embeddings": lambda max_position_embeddings, seq_length: max_position_embeddings or seq_length,
+    "moe_ffn_hidden_size": lambda moe_ffn_hidden_size, ffn_hidden_size, num_experts: (
+        (moe_ffn_hidden_size or ffn_hidden_size) if num_experts else 0
+    ),
+    "moe_layers": lambda moe_layers, num_layers, num_experts: _layers(moe_layers, num_layers) if num_experts else (),
+    "ladder_layers": lambda ladder_layers, num_layers, residual_mode: (
+        _layers(ladder_layers, num_layers) if WIRINGS[residual_mode].late else ()
+    ),
+    "lanes": lambda lanes, residual_mode: lanes if WIRINGS[residual_mode].late else 0,
+    "desync_interval": lambda desync_interval, residual_mode: (
+        desync_interval if WIRINGS[residual_mode].stream == "per rank" else 0
+    ),
+    "desync_tp": lambda residual_mode, tensor_model_parallel_size: (
+        tensor_model_parallel_size if WIRINGS[residual_mode].stream == "per rank" else 0
+    ),
+}
+"""What flags leave open, by field: defaults that depend on other values, and zeros for parts that the model lacks."""
 
 
 def local_lanes(config: ModelConfig, tensor_parallel: int) -> int:

@@ -1,11 +1,14 @@
-"""The flags of a model, and the notation of lists of layers in them."""
+"""The flags of a model, the notation of lists of layers in them, and what they must not be together."""
 
+import functools
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_ladder.blueprint.wiring import WIRINGS, ResidualMode
-from megatron_ladder.flags import flag
+from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, WIRING_FIELDS, WIRINGS, ResidualMode
+from megatron_ladder.errors import Problem
+from megatron_ladder.flags import Check, flag, rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +156,281 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
             raise ValueError(f"{part!r} is not within layers 0-{num_layers - 1}")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
+
+
+def _is_of_other_wirings(name: str, residual_mode: str, value: Any) -> bool:
+    return name not in WIRINGS[residual_mode].takes and value != getattr(ModelFlags, name)
+
+
+def _invalid_layers(name: str, text: str | None, num_layers: int) -> Iterator[Problem]:
+    try:
+        parse_layers("all" if text is None else text, num_layers)
+    except ValueError as error:
+        yield Problem({name: text, "num_layers": num_layers}, "{}: {error} ({num_layers})", error=error)
+
+
+FLAG_CHECKS = (
+    rule(
+        lambda hidden_size, num_attention_heads, head_dim, kv_lora_rank: (
+            head_dim is None and not kv_lora_rank and hidden_size % num_attention_heads
+        ),
+        "{hidden_size} is not divisible by {num_attention_heads}",
+        "change one of them, or give {head_dim}",
+    ),
+    *(
+        rule(
+            functools.partial(_is_of_other_wirings, name),
+            f"{{{name}}} has no meaning with {{residual_mode}}",
+            f"give {{residual_mode}} {' or '.join(modes)}, or leave it out",
+            reads=("residual_mode", name),
+        )
+        for name in WIRING_FIELDS
+        for modes in [[mode for mode, row in WIRINGS.items() if name in row.takes]]
+    ),
+    *(
+        Check(functools.partial(_invalid_layers, name), (name, "num_layers"))
+        for name in ("ladder_layers", "moe_layers")
+    ),
+)
+"""Checks of values as flags have them, some of them open."""
+
+
+def _is_per_rank(residual_mode: str) -> bool:
+    return WIRINGS[residual_mode].stream == "per rank"
+
+
+def _divided_by(divisor: str) -> tuple[Check, ...]:
+    """Return the checks that the sizes of a model can be divided into so many parts."""
+    cannot = f"is not divisible by {{{divisor}}}"
+    return (
+        rule(
+            lambda parts, heads: parts and heads % parts,
+            f"{{num_attention_heads}} {cannot}",
+            reads=(divisor, "num_attention_heads"),
+        ),
+        rule(
+            lambda parts, width, layers, moe_layers, mode: (
+                parts and (len(moe_layers) < layers or mode == "longcat") and width % parts
+            ),
+            f"{{ffn_hidden_size}} {cannot}",
+            reads=(divisor, "ffn_hidden_size", "num_layers", "moe_layers", "residual_mode"),
+        ),
+        rule(
+            lambda parts, width: parts and width % parts,
+            f"{{moe_shared_expert_intermediate_size}} {cannot}",
+            reads=(divisor, "moe_shared_expert_intermediate_size"),
+        ),
+        rule(
+            # With as many of them as query heads, the error above is the cause.
+            lambda parts, key_heads, heads: parts and key_heads != heads and key_heads % parts and parts % key_heads,
+            f"{{num_key_value_heads}} and {{{divisor}}}: one must divide the other (heads are sharded or replicated)",
+            reads=(divisor, "num_key_value_heads", "num_attention_heads"),
+        ),
+    )
+
+
+def _has_groups(experts: int, groups: int) -> bool:
+    return not experts % groups and (groups == 1 or experts // groups > 1)
+
+
+MODEL_CHECKS = (
+    rule(
+        lambda num_attention_heads, num_key_value_heads: num_attention_heads % num_key_value_heads,
+        "{num_attention_heads} is not divisible by {num_key_value_heads}: every key head serves as many query heads",
+    ),
+    # Latent attention.
+    rule(
+        lambda kv_lora_rank, qk_rope_head_dim: kv_lora_rank and qk_rope_head_dim % 2,
+        "{qk_rope_head_dim} is odd: the rotary embedding needs pairs",
+    ),
+    rule(
+        lambda kv_lora_rank, num_key_value_heads: kv_lora_rank and num_key_value_heads != 1,
+        "{kv_lora_rank} with {num_key_value_heads}: all heads share one latent",
+        "leave it out",
+    ),
+    rule(
+        lambda kv_lora_rank, head_dim, qk_nope_head_dim, qk_rope_head_dim: (
+            kv_lora_rank and head_dim != qk_nope_head_dim + qk_rope_head_dim
+        ),
+        "{kv_lora_rank} with {head_dim}: the sum of {qk_nope_head_dim!f} and {qk_rope_head_dim!f}",
+        "leave it out",
+    ),
+    rule(
+        lambda kv_lora_rank, rotary_percent: kv_lora_rank and rotary_percent != 1,
+        "{kv_lora_rank} with {rotary_percent}: {qk_rope_head_dim} is the rotated part",
+        "leave it out",
+    ),
+    rule(
+        lambda kv_lora_rank, qk_layernorm: kv_lora_rank and qk_layernorm,
+        "{kv_lora_rank} with {qk_layernorm} {qk_layernorm!v}: the latents are normed",
+        "leave it out",
+    ),
+    # The rotary embedding.
+    rule(
+        lambda kv_lora_rank, head_dim, rotary_percent: (
+            not kv_lora_rank and rotary_percent == 1 and (head_dim % 2 or head_dim < 2)
+        ),
+        "{head_dim} is odd or below 2: the rotary embedding needs pairs",
+    ),
+    rule(
+        lambda kv_lora_rank, head_dim, rotary_percent: (
+            not kv_lora_rank and rotary_percent < 1 and int(head_dim * rotary_percent) not in range(2, head_dim, 2)
+        ),
+        "{head_dim} x {rotary_percent} is odd or below 2: the rotary embedding needs pairs",
+    ),
+    rule(
+        lambda rope_scaling, rope_low_freq_factor, rope_high_freq_factor: (
+            rope_scaling == "llama3" and rope_high_freq_factor <= rope_low_freq_factor
+        ),
+        "{rope_high_freq_factor} must be above {rope_low_freq_factor}",
+    ),
+    rule(
+        lambda rope_scaling, rope_beta_fast, rope_beta_slow: rope_scaling == "yarn" and rope_beta_fast < rope_beta_slow,
+        "{rope_beta_fast} must not be below {rope_beta_slow}",
+    ),
+    rule(
+        lambda rope_scaling, rotary_base: rope_scaling == "yarn" and rotary_base <= 1,
+        "{rotary_base} with {rope_scaling}: expected more than 1",
+    ),
+    # Wirings.
+    *(
+        rule(
+            lambda layers, num_layers: list(layers) != sorted({*layers} & {*range(num_layers)}),
+            f"{{{name}}} are not ascending layers of {{num_layers}}",
+            reads=(name, "num_layers"),
+        )
+        for name in ("ladder_layers", "moe_layers")
+    ),
+    rule(
+        lambda residual_mode, desync_interval: _is_per_rank(residual_mode) and desync_interval not in DESYNC_INTERVALS,
+        f"{{desync_interval}} is not {' or '.join(map(str, DESYNC_INTERVALS))}",
+    ),
+    rule(
+        lambda residual_mode, desync_tp: _is_per_rank(residual_mode) and (desync_tp or 0) < 2,
+        "{residual_mode} with {tensor_model_parallel_size} {desync_tp!v}: there is nothing to desynchronise",
+        "use at least 2 ranks, or {residual_mode} standard",
+    ),
+    rule(
+        lambda lanes, residual_mode: lanes and not WIRINGS[residual_mode].late,
+        "{lanes} has no meaning with {residual_mode}",
+    ),
+    *_divided_by("lanes"),
+    rule(
+        lambda lanes, moe_ffn_hidden_size: lanes and moe_ffn_hidden_size % lanes,
+        "{moe_ffn_hidden_size} is not divisible by {lanes}",
+    ),
+    # Experts.
+    rule(
+        lambda residual_mode, moe_layers: WIRINGS[residual_mode].needs_experts and not moe_layers,
+        "{residual_mode} needs layers with experts",
+        "give {num_experts}",
+    ),
+    rule(
+        lambda num_experts, moe_ffn_hidden_size: num_experts and not moe_ffn_hidden_size,
+        "{moe_ffn_hidden_size}: expected the width of one expert",
+    ),
+    rule(
+        lambda num_experts, lanes: num_experts and lanes,
+        "{num_experts} with {lanes}: the ranks read different streams and would route apart",
+    ),
+    rule(
+        lambda num_experts, residual_mode: num_experts and _is_per_rank(residual_mode),
+        "{num_experts} with {residual_mode}: the ranks read different streams and would route apart",
+    ),
+    rule(
+        lambda residual_mode, num_experts, moe_shared_expert_intermediate_size: (
+            residual_mode == "shortcut" and num_experts and not moe_shared_expert_intermediate_size
+        ),
+        "{residual_mode} needs a shared expert, which runs while the sum of the routed ones is in flight",
+        "give {moe_shared_expert_intermediate_size}",
+    ),
+    rule(
+        lambda residual_mode, num_experts, moe_shared_expert_intermediate_size: (
+            residual_mode == "longcat" and num_experts and moe_shared_expert_intermediate_size
+        ),
+        "{moe_shared_expert_intermediate_size} with {residual_mode}, whose layers have dense MLPs instead",
+        "leave it out",
+    ),
+    rule(
+        lambda num_experts, moe_router_num_groups: num_experts and not _has_groups(num_experts, moe_router_num_groups),
+        "{moe_router_num_groups}: {num_experts} has no groups of 2 or more equal",
+    ),
+    rule(
+        lambda num_experts, moe_router_num_groups, moe_router_group_topk: (
+            num_experts
+            and _has_groups(num_experts, moe_router_num_groups)
+            and moe_router_group_topk > moe_router_num_groups
+        ),
+        "{moe_router_group_topk} of {moe_router_num_groups!v} groups",
+    ),
+    rule(
+        lambda chosen_from, moe_router_topk: moe_router_topk > chosen_from,
+        "{moe_router_topk}: a token chooses among {chosen_from!v} experts",
+    ),
+)
+"""Checks of the values of a model, as checkpoints store them."""
+CHOICES: Mapping[str, Callable[..., Any]] = {
+    "chosen_from": lambda num_experts, moe_router_num_groups, moe_router_group_topk: (
+        num_experts // moe_router_num_groups * moe_router_group_topk
+        if num_experts
+        and moe_router_group_topk <= moe_router_num_groups
+        and _has_groups(num_experts, moe_router_num_groups)
+        else None
+    ),
+}
+"""The number of experts among which a token chooses, of a model that has some in such groups."""
+
+LEARNING_CHECKS = (
+    rule(
+        lambda moe_layers, moe_router_topk, moe_router_unnormalized: (
+            moe_layers and moe_router_topk == 1 and not moe_router_unnormalized
+        ),
+        "{moe_router_topk} without {moe_router_unnormalized}: the weight of the only expert is divided by itself, so "
+        "the router learns nothing from the loss",
+        "add {moe_router_unnormalized}, or choose 2 experts or more",
+    ),
+)
+"""Checks of values with which a model can be computed, but not trained."""
+
+_SHARED_BY_LANES = "with {lanes} on {tensor_model_parallel_size}: the lanes share these weights, so each needs a rank"
+TENSOR_PARALLEL_CHECKS = (
+    *_divided_by("tensor_model_parallel_size"),
+    rule(
+        lambda tensor_model_parallel_size, moe_ffn_hidden_size, expert_sharding: (
+            expert_sharding == "width" and moe_ffn_hidden_size % tensor_model_parallel_size
+        ),
+        "{moe_ffn_hidden_size} is not divisible by {tensor_model_parallel_size}",
+    ),
+    rule(
+        lambda tensor_model_parallel_size, num_experts, expert_sharding: (
+            expert_sharding == "experts" and num_experts % tensor_model_parallel_size
+        ),
+        "{num_experts} is not divisible by {tensor_model_parallel_size}",
+    ),
+    rule(
+        lambda tensor_model_parallel_size, lanes: lanes % tensor_model_parallel_size,
+        "{lanes} is not a multiple of {tensor_model_parallel_size}: a rank computes one or several whole lanes",
+    ),
+    rule(
+        lambda tensor_model_parallel_size, desync_tp: desync_tp and desync_tp != tensor_model_parallel_size,
+        "{tensor_model_parallel_size}: this desync model has per-rank norms for {desync_tp!v} tensor-parallel ranks",
+        "use {desync_tp!v}",
+    ),
+    *(
+        rule(
+            lambda ranks, lanes, has_weight: lanes > ranks and has_weight,
+            f"{{{name}}} {_SHARED_BY_LANES}",
+            "use {tensor_model_parallel_size} {lanes!v}",
+            reads=("tensor_model_parallel_size", "lanes", name),
+        )
+        for name in ("add_attention_output_bias", "add_mlp_bias", "qk_layernorm", "kv_lora_rank")
+    ),
+    rule(
+        lambda tensor_model_parallel_size, lanes, num_key_value_heads, kv_lora_rank: (
+            lanes > tensor_model_parallel_size and not kv_lora_rank and num_key_value_heads % lanes
+        ),
+        f"{{num_key_value_heads}} {_SHARED_BY_LANES}",
+        "use {tensor_model_parallel_size} {lanes!v}",
+    ),
+)
+"""Checks that a rank can compute its part of a model."""

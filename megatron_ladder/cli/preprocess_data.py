@@ -2,14 +2,14 @@
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.errors import counted, run_program
-from megatron_ladder.flags import flag
+from megatron_ladder.flags import flag, rule
 from megatron_ladder.tokenizers.kinds import TokenizerType
 
 
@@ -59,19 +59,34 @@ class PreprocessConfig:
     log_interval: int = flag(1000, minimum=1)
     """Documents between updates of the progress display."""
 
+    checks = (
+        rule(
+            lambda chat, json_keys: chat and json_keys != ("text",),
+            "{json_keys} selects texts, but {chat} reads conversations",
+            "use {chat_keys}",
+        ),
+        rule(
+            lambda chat_keys: not 1 <= len(chat_keys) <= 3 or not all(map(_is_file_name, chat_keys)),
+            "{chat_keys}: expected one to three keys without /",
+        ),
+        rule(
+            lambda json_keys: not all(map(_is_file_name, json_keys)),
+            "{json_keys}: expected keys without /, because they become file names",
+        ),
+        *(
+            rule(
+                lambda keys: len(set(keys)) < len(keys),
+                f"{{{name}}}: a key is repeated",
+                "list each key once",
+                reads=(name,),
+            )
+            for name in ("chat_keys", "json_keys")
+        ),
+    )
 
-def _find_errors(config: PreprocessConfig) -> Iterator[str]:
-    if config.chat and config.json_keys != ("text",):
-        yield "--json-keys selects texts, but --chat reads conversations: use --chat-keys"
-    if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
-        yield f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without /"
-    if len(set(config.chat_keys)) < len(config.chat_keys):
-        yield f"--chat-keys {' '.join(config.chat_keys)}: a key is repeated: list each key once"
-    keys = " ".join(config.json_keys)
-    if any(not key or "/" in key for key in config.json_keys):
-        yield f"--json-keys {keys}: expected keys without /, because they become file names"
-    if len(set(config.json_keys)) < len(config.json_keys):
-        yield f"--json-keys {keys}: a key is repeated: list each key once"
+
+def _is_file_name(key: str) -> bool:
+    return bool(key) and "/" not in key
 
 
 parse_options = functools.partial(
@@ -79,7 +94,6 @@ parse_options = functools.partial(
     PreprocessConfig,
     program="preprocess_data.py",
     description=__doc__,
-    find_errors=_find_errors,
     read_other=functools.partial(read_megatron_flag, preprocessing=True),
 )
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ladder.config.run import parse_run, read_run_words, to_flags
+from megatron_ladder.config.run import check_run, parse_run, read_run
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.errors import Problem, UserError, exit_code_of, run_program
 from megatron_ladder.flags import section_flags
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import stop_signals
 
-_DATA = [flag.field_name for flag in section_flags(DataConfig) if flag.on_resume == "data"]
-_NEEDED = {"--data-path": _DATA, "--tokenizer-type": ("tokenizer_type", "vocab_size")}
-"""Flags whose absence is reported with that of required flags, and the names of those that replace them."""
+_DATA = [one.field_name for one in section_flags(DataConfig) if one.on_resume == "data"]
+_NEEDED = {"data_path": _DATA, "tokenizer_type": ("tokenizer_type", "vocab_size")}
+"""Fields whose absence is reported with that of required ones, and those that replace them."""
 
 
 parse_options = parse_run
@@ -23,24 +23,24 @@ parse_options = parse_run
 
 def main(argv: Sequence[str]) -> None:
     """Run the training that the command line describes."""
-    words = read_run_words(argv)
-    for flag, names in _NEEDED.items():
-        if not {"load", *names} & {*words.words, *words.faulty}:
-            words.missing.append(Problem(flag, " is required without --load: see --help"))
+    settings = read_run(argv)
+    for name, others in _NEEDED.items():
+        if not {"load", *others} & {*settings.given, *settings.faulty}:
+            settings.problems.append(Problem({name: None}, "{} is required without {load}", "see --help"))
     # Importing torch takes seconds, in which a signal would otherwise end the process.
-    with stop_signals() as received, _recording_early_failures(words.words.get("save")):
+    with stop_signals() as received, _recording_early_failures(settings.given.get("save")):
         # Several processes report their errors to each other, which needs torch.
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            to_flags(words)
+            check_run(settings)
         from megatron_ladder.train.loop import pretrain
 
-        pretrain(words, received)
+        pretrain(settings, received)
 
 
 @contextmanager
-def _recording_early_failures(save: object) -> Iterator[None]:
+def _recording_early_failures(save: Path | None) -> Iterator[None]:
     """Record invalid input, and failures before the run owns the directory of --save, for `report_run.py --status`."""
-    folder = Path(str(save)) if save and os.environ.get("RANK", "0") == "0" else None
+    folder = save if os.environ.get("RANK", "0") == "0" else None
     launches = _count_launches(folder)
     try:
         yield

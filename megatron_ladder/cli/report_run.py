@@ -6,7 +6,7 @@ With `--status`, the exit code reports how the last attempt ended: 0 it finished
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, ExitCode, run_program
 from megatron_ladder.files import atomic_writer, output_problem
-from megatron_ladder.flags import flag
+from megatron_ladder.flags import flag, rule
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, attempt_outcome, read_record
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ class ReportRunConfig:
     status: bool = False
     """Only print how the last attempt ended, and exit with 0 (finished), 2 (invalid input), 3 (bad numbers) or 1 (worth
     another attempt). Launchers lose the exit codes of their ranks; the record has them."""
+
+    checks = (
+        rule(
+            lambda output, status: not status and output is not None and output.suffix not in (".png", ".pdf", ".svg"),
+            "{output}: expected a name that ends in .png, .pdf or .svg",
+        ),
+        rule(
+            lambda status: not status and importlib.util.find_spec("matplotlib") is None,
+            "matplotlib is not installed",
+            "pip install matplotlib",
+        ),
+    )
 
 
 _KILLED = "killed (for example for lack of memory) or crashed"
@@ -246,21 +258,12 @@ _OUTCOMES = {
 }
 
 
-def _find_errors(config: ReportRunConfig) -> Iterator[str]:
-    if config.status:
-        return
-    if config.output is not None and config.output.suffix not in (".png", ".pdf", ".svg"):
-        yield f"--output {config.output}: expected a name that ends in .png, .pdf or .svg"
-    if importlib.util.find_spec("matplotlib") is None:
-        yield "matplotlib is not installed: pip install matplotlib"
-
-
 def parse_options(argv: Sequence[str]) -> ReportRunConfig:
     words = list(argv)
     place = 1 if words[:1] == ["--status"] else 0
     if words[place:] and not words[place].startswith("-"):
         words.insert(place, "--run")
-    return parse_config(ReportRunConfig, words, "report_run.py", __doc__, _find_errors)
+    return parse_config(ReportRunConfig, words, "report_run.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:

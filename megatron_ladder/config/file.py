@@ -6,14 +6,14 @@ Values are read from the text of the file, like the words of a command line, so 
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.command_line import FlagWords
+from megatron_ladder.command_line import Settings
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.errors import Problem, UserError
-from megatron_ladder.flags import ValueType, flag_name, keyword_name, section_flags
+from megatron_ladder.flags import ValueType, flag_name, keyword_name
 
 CONFIG_NAME = "config.yaml"
 """Name of the file that a run writes next to its checkpoints."""
@@ -24,40 +24,42 @@ _EXPECTED = {int: "a whole number", float: "a number", str: "a text", Path: "a p
 _TAG = "tag:yaml.org,2002:"
 
 
-def read_config_file(path: Path, sections: Sequence[type], flag_words: FlagWords) -> None:
-    """Add the words of a file, whose keys are the flags of these dataclasses; raise UserError if it cannot be read."""
+def read_config_file(path: Path, settings: Settings) -> None:
+    """Give flags the values of a file, whose keys are flags; raise UserError if it cannot be read."""
     flags = {
-        keyword_name(spelling): field
-        for field in section_flags(*sections)
-        if field.field_name not in NOT_IN_FILES
-        for spelling in (flag_name(field.field_name), *field.aliases)
+        keyword_name(spelling): one
+        for one in settings.flags
+        if one.field_name not in NOT_IN_FILES
+        for spelling in (flag_name(one.field_name), *one.aliases)
     }
     lines = dict[str, int]()
     for key_node, node in _parse(path):
         line = key_node.start_mark.line + 1
         location = f"{path}:{line}"
         key = str(key_node.value).replace("-", "_")
-        field = flags.get(key)
-        name = key if field is None else field.field_name
+        one = flags.get(key)
+        name = key if one is None else one.field_name
         if name in lines:
-            twice = f"{key} is set twice, first in line {lines[name]}: remove one of them"
-            flag_words.problems.append(f"--config {location}: {twice}")
+            reason = "--config {location}: {key} is set twice, first in line {first}: remove one of them"
+            settings.problems.append(Problem({}, reason, location=location, key=key, first=lines[name]))
             continue
         lines[name] = line
-        flag_words.written.places |= dict.fromkeys((name, f"no_{name}"), location)
+        settings.words.places |= dict.fromkeys((name, f"no_{name}"), location)
         try:
-            if field is not None:
-                if flag_name(key) in field.aliases:
-                    flag_words.written.spellings[keyword_name(field.name)] = flag_name(key)
-                flag_words.words[name] = _words(node, field.value_type)
-            elif not read_megatron_flag(flag_name(key), _megatron_words(node), flag_words):
+            if one is not None:
+                words = _words(node, one.value_type)
+                if words is None:
+                    settings.given[name] = None
+                else:
+                    settings.give(one, words, flag_name(key))
+            elif not read_megatron_flag(flag_name(key), _megatron_words(node), settings):
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
-                flag_words.problems.append(f"--config {location}: {key} is not a flag of this program: {hint}")
-                flag_words.faulty |= {flags[name].field_name for name in near}
+                reason = "--config {location}: {key} is not a flag of this program: {hint}"
+                settings.problems.append(Problem({}, reason, location=location, key=key, hint=hint))
+                settings.faulty |= {flags[name].field_name for name in near}
         except ValueError as error:
-            flag_words.problems.append(Problem(flag_name(name), f": {error}"))
-            flag_words.faulty.add(name)
+            settings.reject(name, error)
 
 
 def config_file_text(values: Mapping[str, Any], note: str) -> str:

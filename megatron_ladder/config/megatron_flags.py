@@ -8,8 +8,9 @@ import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megatron_ladder.command_line import FlagWords
+from megatron_ladder.command_line import Settings
 from megatron_ladder.errors import Problem
+from megatron_ladder.flags import keyword_name
 
 _RULES = {
     "leave it out": """
@@ -366,6 +367,21 @@ _PREPROCESSING_RULES = {
 """The same for Megatron's preprocess_data.py."""
 
 
+_EXCLUDED = {
+    "--untie-embeddings-and-output-weights": ("--tie-embeddings",),
+    "--disable-bias-linear": ("--add-attention-output-bias", "--add-mlp-bias"),
+    "--use-distributed-optimizer": ("--zero-stage 0",),
+    "--overlap-grad-reduce": ("--offload-optimizer cpu", "--zero-stage 0", "--zero-stage 2", "--zero-stage 3"),
+    "--overlap-param-gather": ("--offload-optimizer cpu", "--zero-stage 0", "--zero-stage 2", "--zero-stage 3"),
+    # In Megatron, it replaces `full`.
+    "--recompute-activations": ("--recompute-granularity full",),
+    "--no-pipeline-parallel": ("--pipeline-model-parallel-size",),
+}
+"""Flags of the trainer that contradict accepted ones."""
+_REQUIRED = {"--group-query-attention": ("--num-query-groups",), "--use-checkpoint-args": ("--load",)}
+"""Flags without which accepted ones have no meaning."""
+
+
 @functools.cache
 def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[str, str]]:
     """Return reason and accepted values by flag, and reason by pattern.
@@ -389,13 +405,14 @@ def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tupl
     return exact, patterns
 
 
-def read_megatron_flag(name: str, values: Sequence[str], flag_words: FlagWords, preprocessing: bool = False) -> bool:
-    """Accept a flag of Megatron with its values, or add a problem to `flag_words`; return whether it is Megatron's.
+def read_megatron_flag(name: str, values: Sequence[str], settings: Settings, preprocessing: bool = False) -> bool:
+    """Accept a flag of Megatron with its values, or add a problem to the settings; return whether it is Megatron's.
 
     `preprocessing` selects the flags of Megatron's preprocess_data.py.
     """
     flag = name.replace("_", "-")
-    shown = " ".join(values)
+    field_name = keyword_name(flag)
+    found = {field_name: " ".join(values) or None}
     exact, patterns = _known_flags(preprocessing)
     family = next((pattern for pattern in patterns if fnmatchcase(flag, pattern)), None)
     if flag in exact:
@@ -406,13 +423,13 @@ def read_megatron_flag(name: str, values: Sequence[str], flag_words: FlagWords, 
     else:
         return False
     if allowed is None:
-        flag_words.problems.append(Problem(name, f" is not supported: {reason}"))
+        settings.problems.append(Problem({field_name: None}, "{} is not supported", reason))
     elif not allowed and values:
-        flag_words.problems.append(Problem(name, f" {shown}: expected no value, or true in a file"))
-    elif allowed and (len(values) != 1 or not _matches(shown, allowed)):
-        flag_words.problems.append(Problem(name, f" {shown}: only {' or '.join(allowed)} is supported: {reason}"))
+        settings.problems.append(Problem(found, "{}: expected no value, or true in a file"))
+    elif allowed and (len(values) != 1 or not _matches(values[0], allowed)):
+        settings.problems.append(Problem(found, f"{{}}: only {' or '.join(allowed)} is supported", reason))
     else:
-        flag_words.accepted.add(flag)
+        settings.accept(field_name, _REQUIRED.get(flag, ()), _EXCLUDED.get(flag, ()))
     return True
 
 

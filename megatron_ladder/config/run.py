@@ -1,18 +1,18 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, learning_errors, resolve_model, tensor_parallel_errors
-from megatron_ladder.blueprint.model_flags import ModelFlags
-from megatron_ladder.command_line import FlagWords, build_sections, read_words
+from megatron_ladder.blueprint.model import ModelConfig, examine_model, model_of
+from megatron_ladder.blueprint.model_flags import LEARNING_CHECKS, TENSOR_PARALLEL_CHECKS, ModelFlags
+from megatron_ladder.command_line import Settings, build_sections, read_command_line
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
-from megatron_ladder.config.sections import OptimizerConfig, ParallelConfig, Sections, TrainingConfig
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary, counted, raise_user_errors
-from megatron_ladder.flags import flag_name, section_flags, to_plain
+from megatron_ladder.config.sections import Sections
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
+from megatron_ladder.flags import derive, find_problems, section_checks, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = """Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel.
@@ -24,30 +24,6 @@ Most runs need these flags; a file (--config) can hold them:
   processes    --tensor-model-parallel-size --sequence-parallel --zero-stage
   checkpoints  --save --load --save-interval
   reports      --log-interval --eval-interval --tensorboard-dir"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFlags(Sections):
-    """The values of the command line and of the files of --config."""
-
-    model: ModelFlags
-    """Sizes and wiring, some of them still open."""
-    given: frozenset[str] = frozenset()
-    """Names of the fields that have a value on the command line or in a file."""
-    written: Vocabulary = field(default_factory=Vocabulary)
-
-    def describe(self, run: "RunConfig", checkpoint: Path | None = None) -> dict[str, Any]:
-        """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
-        # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
-        model = replace(run.model.to_flags(), vocab_size=self.model.vocab_size)
-        completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
-        sections = [model, *(getattr(completed, name) for name in Sections.__annotations__)]
-        values = {name: value for section in sections for name, value in to_plain(section).items()}
-        values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
-        if checkpoint is None:
-            # These flags had no effect.
-            values |= {flag.field_name: flag.default for flag in section_flags(*SECTIONS) if "--load" in flag.requires}
-        return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
 def _is_sharded_by_deepspeed(zero_stage: str, data_parallel_size: int) -> bool:
@@ -120,231 +96,106 @@ class RunConfig(Sections):
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
 
-def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWords:
+def describe_run(settings: Settings, run: RunConfig, checkpoint: Path | None = None) -> dict[str, Any]:
+    """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
+    # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
+    model = replace(run.model.to_flags(), vocab_size=settings.values["vocab_size"])
+    completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
+    sections = [model, *(getattr(completed, name) for name in Sections.__annotations__)]
+    values = {name: value for section in sections for name, value in to_plain(section).items()}
+    values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
+    if checkpoint is None:
+        # These flags had no effect.
+        values |= {one.field_name: one.default for one in section_flags(*SECTIONS) if "--load" in one.requires}
+    return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
+
+
+def read_run(argv: Sequence[str], function: str | None = None) -> Settings:
     """Read the command line, and the files of --config, of which later ones and the command line override earlier ones.
 
-    The words may be those of a Python function, see `read_words`. Problems are kept for `to_flags`.
+    The words may be those of a Python function, see `read_command_line`. Problems are kept for `check_run`.
     """
-    typed = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, function is not None)
-    in_files = FlagWords()
-    for path in typed.words.get("config") or ():
+    flags = section_flags(*SECTIONS)
+    typed = read_command_line(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, bool(function))
+    settings = Settings(flags)
+    for path in typed.given.get("config", ()):
+        in_file = Settings(flags)
         try:
-            read_config_file(Path(path), SECTIONS, in_files)
+            read_config_file(path, in_file)
         except UserError as error:
-            in_files.problems += error.problems
+            in_file.problems += error.problems
             # The flags that the file would set are unknown.
-            in_files.faulty |= {flag.field_name for flag in section_flags(*SECTIONS)} - typed.words.keys()
-    overridden = {spelling for name in typed.words for spelling in (name, f"no_{name}")}
-    places = {flag: place for flag, place in in_files.written.places.items() if flag not in overridden}
-    return replace(
-        typed,
-        words=in_files.words | typed.words,
-        problems=in_files.problems + typed.problems,
-        faulty=in_files.faulty | typed.faulty,
-        accepted=in_files.accepted | typed.accepted,
-        written=Vocabulary(typed.written.spell, in_files.written.spellings | typed.written.spellings, places),
-    )
+            in_file.faulty = {one.field_name for one in flags}
+        settings = in_file.over(settings)
+    settings = typed.over(settings)
+    # In a file, null leaves a flag out.
+    settings.given = {name: value for name, value in settings.given.items() if value is not None}
+    return settings
 
 
-def to_flags(flag_words: FlagWords, world_size: int = 1) -> RunFlags:
-    """Convert the words of a run of `world_size` processes to values.
+def check_run(settings: Settings, world_size: int = 1) -> None:
+    """Raise a UserError with all problems of words and values of a run of `world_size` processes, if there are any.
 
-    Raises UserError with one line per word and value that is not valid. If only required flags are missing, the errors
-    of `resolve_run` follow.
+    With them come all others that can be known without files.
     """
-    errors = ErrorCollector()
-    # A checkpoint may provide values.
-    has_load = "load" in flag_words.words
-    sections = build_sections(SECTIONS, flag_words, may_lack_values=has_load, errors=errors)
-    given = frozenset(name for name, words in flag_words.words.items() if words is not None)
-    flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=flag_words.written)
-    with flag_words.written.in_messages():
-        contradictions = _megatron_problems(flags)
-        errors.add(*(problem for problem in contradictions if {*map(flag_name, problem.fields)} & flag_words.accepted))
-        if errors.problems and not has_load:
-            with errors.collect():
-                resolve_run(flags, flags.model.vocab_size or 1, world_size)
-        errors.raise_if_any()
-    return flags
+    if "load" in settings.given:
+        # A checkpoint may provide the others.
+        given = tuple(one for one in settings.flags if one.field_name in settings.given)
+        settings = replace(settings, flags=given)
+    values, problems = settings.examine()
+    if problems:
+        problems += _examine(values | {"world_size": world_size})[1]
+    with settings.words.in_messages():
+        raise_user_errors(problems)
 
 
-def parse_run(argv: Sequence[str], known: Sequence[Problem] = (), world_size: int = 1) -> RunFlags:
-    """Read the command line; raises UserError with `known` errors and those of `to_flags`."""
-    words = read_run_words(argv)
-    return to_flags(replace(words, problems=[*known, *words.problems]), world_size)
+def parse_run(argv: Sequence[str], known: Sequence[Problem] = (), world_size: int = 1) -> Settings:
+    """Read the command line; raises UserError with `known` problems and those of `check_run`."""
+    settings = read_run(argv)
+    settings.problems[:0] = known
+    check_run(settings, world_size)
+    return settings
 
 
-def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
-    """Yield one line for each accepted flag of Megatron that these flags contradict."""
-    model = flags.model
-    stages = flags.parallel.pipeline_model_parallel_size
-    zero_stage = flags.parallel.zero_stage
-    bias = "--add-attention-output-bias" if model.add_attention_output_bias else ""
-    if model.add_mlp_bias:
-        bias = "--add-mlp-bias"
-    by_deepspeed = f"--zero-stage {zero_stage}" if zero_stage != "1" else ""
-    if flags.parallel.offload_optimizer != "none":
-        by_deepspeed = f"--offload-optimizer {flags.parallel.offload_optimizer}"
-    contradictions = {
-        "--untie-embeddings-and-output-weights": "--tie-embeddings" if model.tie_embeddings else "",
-        "--disable-bias-linear": bias,
-        "--use-distributed-optimizer": "--zero-stage 0" if zero_stage == "0" else "",
-        "--overlap-grad-reduce": by_deepspeed,
-        "--overlap-param-gather": by_deepspeed,
-        # In Megatron, it replaces `full`.
-        "--recompute-activations": "--recompute-granularity full"
-        if flags.training.recompute_granularity == "full"
-        else "",
-        "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
-    }
-    for flag, other in contradictions.items():
-        if other:
-            yield Problem(flag, f" and {other} exclude each other: give one of them")
-    if flags.checkpoint.load is not None:
-        return
-    if model.num_key_value_heads is None:
-        yield Problem("--group-query-attention", " requires --num-query-groups")
-    yield Problem("--use-checkpoint-args", " requires --load")
-
-
-def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
-    """Derive the values that the flags leave open; raises UserError with one line per invalid combination."""
-    errors: list[str | Problem] = []
-    training = flags.training
-    parallel = flags.parallel
-    tensor_parallel = parallel.tensor_model_parallel_size
-    stages = parallel.pipeline_model_parallel_size
-    model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
-    if not flags.logging.skip_train:
-        errors += learning_errors(model)
-    errors += _schedule_problems(flags.optimizer, training.train_iters)
-    errors += _layout_problems(training, parallel, model)
-    errors += _implementation_problems(training, flags.optimizer, parallel)
-    errors += _profile_problems(flags, world_size)
-    # What each rank processes: the layout divides the processes, and the batch the samples.
-    data_parallel = 1
-    if world_size % (tensor_parallel * stages):
-        sizes = f" {tensor_parallel}" + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
-        fix = "launch a multiple of it, as in `deepspeed --num_gpus N`"
-        text = f"{sizes} does not divide the {world_size} launched processes: {fix}"
-        errors.append(Problem("--tensor-model-parallel-size", text))
-    else:
-        errors += tensor_parallel_errors(model, tensor_parallel, parallel.expert_sharding == "experts")
-        data_parallel = world_size // (tensor_parallel * stages)
-    if parallel.data_parallel_size not in (None, data_parallel):
-        text = f" {parallel.data_parallel_size}: {world_size} launched processes with this layout have {data_parallel}"
-        errors.append(Problem("--data-parallel-size", f"{text}: leave it out, or launch another number"))
-    samples_at_once = training.micro_batch_size * data_parallel
-    global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
-    if global_batch_size % samples_at_once:
-        product = f"--micro-batch-size {training.micro_batch_size} x {data_parallel} data-parallel processes"
-        ranks = f"{world_size} processes / --tensor-model-parallel-size {tensor_parallel}"
-        ranks += f" / --pipeline-model-parallel-size {stages}"
-        text = f" {global_batch_size} is not a multiple of {product} = {samples_at_once} ({ranks})"
-        errors.append(Problem("--global-batch-size", text))
-    with flags.written.in_messages():
-        raise_user_errors(errors)
+def resolve_run(settings: Settings, vocab_size: int | None, world_size: int) -> RunConfig:
+    """Derive the values that the settings leave open; raises UserError with one line per problem."""
+    valid, invalid = settings.examine()
+    values, impossible = _examine(valid | {"vocab_size": vocab_size, "world_size": world_size})
+    with settings.words.in_messages():
+        raise_user_errors([*invalid, *impossible])
+    sections = build_sections(Sections.__annotations__.values(), valid)
+    samples = values["global_batch_size"] or values["samples_at_once"]
     return RunConfig(
-        **{name: getattr(flags, name) for name in SECTION_TYPES} | {"model": model},
+        **dict(zip(Sections.__annotations__, sections, strict=True)),
+        model=model_of(values),
         world_size=world_size,
-        data_parallel_size=data_parallel,
-        global_batch_size=global_batch_size,
-        accumulation_steps=global_batch_size // samples_at_once,
+        data_parallel_size=values["data_parallel_ranks"],
+        global_batch_size=samples,
+        accumulation_steps=samples // values["samples_at_once"],
     )
 
 
-def _schedule_problems(optimizer: OptimizerConfig, train_iters: int) -> Iterator[Problem]:
-    warmup = optimizer.lr_warmup_iters
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem("--min-lr", f" {optimizer.min_lr} is above --lr {optimizer.lr}")
-    decay_iters = optimizer.lr_decay_iters
-    end = f"--lr-decay-iters {decay_iters}"
-    if decay_iters is None:
-        decay_iters = train_iters
-        end = f"--train-iters {train_iters}"
-    wsd_iters = optimizer.lr_wsd_decay_iters
-    if wsd_iters is not None and wsd_iters > max(0, decay_iters - warmup):
-        text = f" {wsd_iters} is more than {end} leaves after --lr-warmup-iters {warmup}"
-        yield Problem("--lr-wsd-decay-iters", text)
-    if optimizer.lr_decay_style != "constant" and warmup and warmup >= decay_iters:
-        yield Problem("--lr-warmup-iters", f" {warmup} leaves no step of {end} for the decay")
+def _examine(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return values, by field, with those that they leave open, and all combinations that no run can have."""
+    # No check reads the size of the vocabulary, which a tokenizer may determine.
+    values, problems = examine_model({**values, "vocab_size": values.get("vocab_size") or 1})
+    if not problems and values.keys() >= {one.name for one in fields(ModelConfig)}:
+        values |= vars(model_of(values))
+    values = derive(_DERIVED, values)
+    if not values.get("skip_train"):
+        problems += find_problems(LEARNING_CHECKS, values)
+    problems += find_problems(section_checks(*SECTIONS), values)
+    if "data_parallel_ranks" in values:
+        problems += find_problems(TENSOR_PARALLEL_CHECKS, values)
+    return values, problems
 
 
-def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[Problem]:
-    length = training.seq_length
-    layers = model.num_layers
-    stages = parallel.pipeline_model_parallel_size
-    if length > model.max_position_embeddings:
-        text = f" {length} is longer than --max-position-embeddings {model.max_position_embeddings}"
-        yield Problem("--seq-length", text)
-    if parallel.sequence_parallel and not model.shares_stream:
-        other = f"{flag_name(model.separating_field)} {getattr(model, model.separating_field)}"
-        text = f" shards one stream that all ranks read, but with {other} each rank reads another one: leave one out"
-        yield Problem("--sequence-parallel", text)
-    if parallel.sequence_parallel and length % parallel.tensor_model_parallel_size:
-        text = f" {length} cannot be cut by --sequence-parallel into {parallel.tensor_model_parallel_size} equal parts"
-        yield Problem("--seq-length", f"{text}: make it a multiple of --tensor-model-parallel-size")
-    if stages > layers:
-        text = f" {stages} is above --num-layers {layers}: each stage needs at least one layer"
-        yield Problem("--pipeline-model-parallel-size", text)
-    virtual = parallel.num_layers_per_virtual_pipeline_stage
-    if virtual is not None and stages <= layers:
-        ranges = -(-layers // (stages * virtual))
-        lowest = -(-layers // (stages * (layers // stages)))
-        highest = (layers - 1) // stages
-        if not lowest <= virtual <= highest:
-            fix = f"use {' to '.join(map(str, sorted({lowest, highest})))}" if lowest <= highest else "leave it out"
-            text = f" {virtual}: {stages} stages x {ranges} ranges are more than --num-layers {layers}: {fix}"
-            if ranges == 1:
-                most = counted(-(-layers // stages), "layer")
-                text = f" {virtual}: each of {stages} stages has at most {most}, so only one range: {fix}"
-            yield Problem("--num-layers-per-virtual-pipeline-stage", text)
-    recomputed = training.recompute_num_layers
-    if recomputed is not None and recomputed > layers:
-        yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
-
-
-def _implementation_problems(
-    training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
-) -> Iterator[Problem]:
-    """Reject combinations that DeepSpeed, apex or Muon does not support."""
-    zero_stage = parallel.zero_stage
-    stages = parallel.pipeline_model_parallel_size
-    offloads = parallel.offload_optimizer != "none"
-    has_apex = optimizer.optimizer_implementation == "apex"
-    if zero_stage in ("2", "3") and stages > 1:
-        why = "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
-        yield Problem("--zero-stage", f" {zero_stage} with --pipeline-model-parallel-size {stages}: {why}")
-    if optimizer.optimizer == "muon" and (zero_stage == "3" or offloads):
-        other = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
-        text = f" muon needs whole gradients on the device, not {other}: use --zero-stage 0, 1 or 2"
-        yield Problem("--optimizer", text)
-    if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
-        text = " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
-        yield Problem("--compile-sub-blocks", text)
-    if has_apex and optimizer.optimizer == "muon":
-        yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
-    elif has_apex and offloads:
-        yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
-    elif has_apex and zero_stage == "3":
-        # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
-        yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
-
-
-def _profile_problems(flags: RunFlags, world_size: int) -> Iterator[Problem]:
-    profile = flags.profile
-    if not profile.profile:
-        return
-    train_iters = flags.training.train_iters
-    start, end = profile.profile_step_start, profile.profile_step_end
-    if start >= end:
-        text = f" {start} and --profile-step-end {end} select no step: make the end larger than the start"
-        yield Problem("--profile-step-start", text)
-    elif end > train_iters:
-        yield Problem("--profile-step-end", f" {end} is above --train-iters {train_iters}: the profile would not end")
-    absent = " ".join(str(rank) for rank in sorted(set(profile.profile_ranks)) if rank >= world_size)
-    if absent or not profile.profile_ranks:
-        text = f" {absent}: expected ranks from 0 to {world_size - 1} of the {world_size} launched processes"
-        yield Problem("--profile-ranks", text)
-    if profile.folder(flags.logging.tensorboard_dir) is None:
-        yield Problem("--profile", " needs a directory for its traces: give --profile-dir or --tensorboard-dir")
+_DERIVED: Mapping[str, Callable[..., Any]] = {
+    "data_parallel_ranks": lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
+        None
+        if world_size % (tensor_model_parallel_size * pipeline_model_parallel_size)
+        else world_size // (tensor_model_parallel_size * pipeline_model_parallel_size)
+    ),
+    "samples_at_once": lambda micro_batch_size, data_parallel_ranks: micro_batch_size * data_parallel_ranks,
+}
+"""What each rank processes: the layout divides the processes, and the batch the samples."""

@@ -1,11 +1,53 @@
 """Flags of a run, except those of its model: a dataclass for each section of the help."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.flags import flag
+from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.errors import Problem, counted
+from megatron_ladder.flags import Check, flag, rule
 from megatron_ladder.tokenizers.kinds import TokenizerType
+
+_ONE_STREAM = "{sequence_parallel} shards one stream that all ranks read, but with OTHER each rank reads another one"
+_LAUNCH = "launch a multiple of it, as in `deepspeed --num_gpus N`"
+
+
+def _decay_checks(end: str, is_end: Callable[[int | None], bool]) -> tuple[Check, ...]:
+    """Return the checks of a schedule whose decay ends at the value of a field."""
+    return (
+        rule(
+            lambda decay_iters, end_iters, wsd_iters, warmup: (
+                is_end(decay_iters) and (wsd_iters or 0) > max(0, end_iters - warmup)
+            ),
+            f"{{lr_wsd_decay_iters}} is more than {{{end}}} leaves after {{lr_warmup_iters}}",
+            reads=("lr_decay_iters", end, "lr_wsd_decay_iters", "lr_warmup_iters"),
+        ),
+        rule(
+            lambda decay_iters, end_iters, style, warmup: (
+                is_end(decay_iters) and style != "constant" and warmup and warmup >= end_iters
+            ),
+            f"{{lr_warmup_iters}} leaves no step of {{{end}}} for the decay",
+            reads=("lr_decay_iters", end, "lr_decay_style", "lr_warmup_iters"),
+        ),
+    )
+
+
+def _virtual_stage_problems(stages: int, virtual: int | None, layers: int) -> Iterator[Problem]:
+    if virtual is None or stages > layers:
+        return
+    ranges = -(-layers // (stages * virtual))
+    lowest = -(-layers // (stages * (layers // stages)))
+    highest = (layers - 1) // stages
+    if lowest <= virtual <= highest:
+        return
+    fix = f"use {' to '.join(map(str, sorted({lowest, highest})))}" if lowest <= highest else "leave it out"
+    reason = f"{{}}: {stages} stages x {ranges} ranges are more than {{num_layers}}"
+    if ranges == 1:
+        most = counted(-(-layers // stages), "layer")
+        reason = f"{{}}: each of {stages} stages has at most {most}, so only one range"
+    yield Problem({"num_layers_per_virtual_pipeline_stage": virtual, "num_layers": layers}, reason, fix)
 
 
 @dataclass(frozen=True)
@@ -17,7 +59,7 @@ class TrainingConfig:
     config: tuple[Path, ...] = flag((), repeats=True, on_resume="ignore")
     """YAML files with values of flags, as in `micro_batch_size: 4` and `bf16: true`. Later files override
     earlier ones, and the command line overrides all."""
-    seq_length: int = flag(2048, minimum=1)
+    seq_length: int = flag(2048, minimum=1, on_resume="keep")
     """Tokens per sample."""
     micro_batch_size: int = flag(1, minimum=1)
     """Samples per micro-batch on each data-parallel rank."""
@@ -50,7 +92,7 @@ class TrainingConfig:
     distill_temperature: float = flag(1.0, above=0, requires="--distill-from", on_resume="report")
     """Temperature T that divides the logits of both models, usually 1. The loss of a token is T^2 KL(teacher ||
     student), reported separately."""
-    seed: int = flag(1234, minimum=0, maximum=2**32 - 1)
+    seed: int = flag(1234, minimum=0, maximum=2**32 - 1, on_resume="keep")
     """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective: the
@@ -74,6 +116,24 @@ class TrainingConfig:
     a value: true."""
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels and NCCL algorithms."""
+
+    checks = (
+        rule(
+            lambda seq_length, max_position_embeddings: seq_length > max_position_embeddings,
+            "{seq_length} is longer than {max_position_embeddings}",
+        ),
+        rule(
+            lambda recompute_num_layers, num_layers: (recompute_num_layers or 0) > num_layers,
+            "{recompute_num_layers} is above {num_layers}",
+        ),
+        rule(
+            lambda compile_sub_blocks, norm_implementation: (
+                (compile_sub_blocks, norm_implementation) == ("true", "apex")
+            ),
+            "{compile_sub_blocks!f} compiles torch's norm",
+            "leave out {norm_implementation} apex or {compile_sub_blocks}",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +181,45 @@ class OptimizerConfig:
     original: sqrt(max(1, rows / columns)), for rates around 0.02."""
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of AdamW. auto: apex on CUDA if it is installed."""
+
+    checks = (
+        rule(lambda min_lr, lr: min_lr > lr, "{min_lr} is above {lr}"),
+        *_decay_checks("lr_decay_iters", lambda decay_iters: decay_iters is not None),
+        *_decay_checks("train_iters", lambda decay_iters: decay_iters is None),
+        rule(
+            lambda optimizer, offload_optimizer: optimizer == "muon" and offload_optimizer != "none",
+            "{optimizer} needs whole gradients on the device, not {offload_optimizer}",
+            "use {zero_stage} 0, 1 or 2",
+        ),
+        rule(
+            lambda optimizer, offload_optimizer, zero_stage: (
+                (optimizer, offload_optimizer, zero_stage) == ("muon", "none", "3")
+            ),
+            "{optimizer} needs whole gradients on the device, not {zero_stage}",
+            "use {zero_stage} 0, 1 or 2",
+        ),
+        rule(
+            lambda optimizer, optimizer_implementation: (optimizer, optimizer_implementation) == ("muon", "apex"),
+            "{optimizer} has no {optimizer_implementation}",
+            "leave it out",
+        ),
+        rule(
+            lambda optimizer_implementation, optimizer, offload_optimizer: (
+                optimizer_implementation == "apex" and optimizer != "muon" and offload_optimizer != "none"
+            ),
+            "{optimizer_implementation} needs a GPU, not {offload_optimizer}",
+            "use torch",
+        ),
+        rule(
+            # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
+            lambda optimizer_implementation, optimizer, offload_optimizer, zero_stage: (
+                optimizer != "muon"
+                and (optimizer_implementation, offload_optimizer, zero_stage) == ("apex", "none", "3")
+            ),
+            "{optimizer_implementation} miscounts steps with {zero_stage}",
+            "use torch",
+        ),
+    )
 
     def completed(self, train_iters: int) -> "OptimizerConfig":
         """Return the same schedule with all parts that its style uses."""
@@ -183,6 +282,76 @@ class ParallelConfig:
     "auto"; contradictions are errors. Without DeepSpeed, only reduce_bucket_size has an effect."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Set by launchers and ignored: the environment variable LOCAL_RANK is used."""
+
+    checks = (
+        rule(
+            lambda sequence_parallel, residual_mode, lanes: (
+                sequence_parallel and not lanes and WIRINGS[residual_mode].stream == "per rank"
+            ),
+            _ONE_STREAM.replace("OTHER", "{residual_mode}"),
+            "leave one out",
+        ),
+        rule(
+            lambda sequence_parallel, lanes: sequence_parallel and lanes,
+            _ONE_STREAM.replace("OTHER", "{lanes}"),
+            "leave one out",
+        ),
+        rule(
+            lambda sequence_parallel, seq_length, tensor_model_parallel_size: (
+                sequence_parallel and seq_length % tensor_model_parallel_size
+            ),
+            "{seq_length} cannot be cut by {sequence_parallel} into {tensor_model_parallel_size!v} equal parts",
+            "make it a multiple of {tensor_model_parallel_size}",
+        ),
+        rule(
+            lambda pipeline_model_parallel_size, num_layers: pipeline_model_parallel_size > num_layers,
+            "{pipeline_model_parallel_size} is above {num_layers}: each stage needs at least one layer",
+        ),
+        Check(
+            _virtual_stage_problems,
+            ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_layers"),
+        ),
+        rule(
+            lambda zero_stage, pipeline_model_parallel_size: (
+                zero_stage in ("2", "3") and pipeline_model_parallel_size > 1
+            ),
+            "{zero_stage} with {pipeline_model_parallel_size}: a stage needs whole gradients over all its "
+            "micro-batches, so use {zero_stage} 0 or 1",
+        ),
+        rule(
+            lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
+                pipeline_model_parallel_size == 1 and world_size % tensor_model_parallel_size
+            ),
+            "{tensor_model_parallel_size} does not divide the {world_size!v} launched processes",
+            _LAUNCH,
+        ),
+        rule(
+            lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
+                pipeline_model_parallel_size > 1
+                and world_size % (tensor_model_parallel_size * pipeline_model_parallel_size)
+            ),
+            "{tensor_model_parallel_size} x {pipeline_model_parallel_size} does not divide the {world_size!v} launched "
+            "processes",
+            _LAUNCH,
+        ),
+        rule(
+            lambda data_parallel_size, data_parallel_ranks, world_size: (
+                data_parallel_size not in (None, data_parallel_ranks)
+            ),
+            "{data_parallel_size}: {world_size!v} launched processes with this layout have {data_parallel_ranks!v}",
+            "leave it out, or launch another number",
+        ),
+        rule(
+            lambda global_batch_size, samples_at_once, *_: (global_batch_size or samples_at_once) % samples_at_once,
+            "{global_batch_size} is not a multiple of {micro_batch_size} x {data_parallel_ranks!v} data-parallel "
+            "processes = {samples_at_once!v} ({world_size!v} processes / {tensor_model_parallel_size} / "
+            "{pipeline_model_parallel_size})",
+            reads=(
+                *("global_batch_size", "samples_at_once", "micro_batch_size", "data_parallel_ranks", "world_size"),
+                *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -325,6 +494,31 @@ class ProfileConfig:
     """Global ranks that write traces. All ranks wait for them before and after the profile."""
     profile_dir: Path | None = flag(None, requires="--profile")
     """Directory for traces; --tensorboard-dir by default."""
+
+    checks = (
+        rule(
+            lambda profile, profile_step_start, profile_step_end: profile and profile_step_start >= profile_step_end,
+            "{profile_step_start} and {profile_step_end} select no step",
+            "make the end larger than the start",
+        ),
+        rule(
+            lambda profile, profile_step_start, profile_step_end, train_iters: (
+                profile and profile_step_end > max(profile_step_start, train_iters)
+            ),
+            "{profile_step_end} is above {train_iters}: the profile would not end",
+        ),
+        rule(
+            lambda profile, profile_ranks, world_size: (
+                profile and not (profile_ranks and max(profile_ranks) < world_size)
+            ),
+            "{profile_ranks}: expected ranks below the number of the {world_size!v} launched processes",
+        ),
+        rule(
+            lambda profile, profile_dir, tensorboard_dir: profile and profile_dir is None and tensorboard_dir is None,
+            "{profile} needs a directory for its traces",
+            "give {profile_dir} or {tensorboard_dir}",
+        ),
+    )
 
     def folder(self, tensorboard_dir: Path | None) -> Path | None:
         """Return the directory for traces; None if neither directory was given."""

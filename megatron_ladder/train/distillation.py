@@ -13,7 +13,7 @@ from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raising_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.run import RunConfig, RunFlags
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import compute_dtype
 from megatron_ladder.errors import Problem, flag_name
 from megatron_ladder.files import check_directory
@@ -36,10 +36,9 @@ class StoredTeacher:
     """The tokenizer in its directory, if there is one."""
 
 
-def find_teacher(flags: RunFlags) -> Path | None:
-    """Return the directory of the model of --distill-from, if it is given; raises UserError if there is none."""
-    path = flags.training.distill_from
-    if path is None or flags.training.distill_weight == 0:
+def find_teacher(path: Path | None, weight: float) -> Path | None:
+    """Return the directory of the model of --distill-from, if it has a weight; raises UserError if there is none."""
+    if path is None or weight == 0:
         return None
     flag = flag_name("distill_from")
     with reporting_os_errors(f"{flag} {path}"):

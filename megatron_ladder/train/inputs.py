@@ -1,6 +1,6 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.config.run import RunConfig, RunFlags, resolve_run
+from megatron_ladder.command_line import Settings
+from megatron_ladder.config.run import RunConfig, describe_run, resolve_run
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.indexed import IndexedDataset, occurs_in_sample, sampled_ends, sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
@@ -31,13 +32,12 @@ from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
     check_same_data,
-    complete_flags,
-    flag_errors,
     has_another_tokenizer,
     look_for_checkpoint,
     look_into_save,
     model_differences,
     resume_problems,
+    with_checkpoint,
 )
 
 SamplePrompt = tuple[str, tuple[int, ...]]
@@ -82,9 +82,11 @@ class RunInputs:
 
 
 def read_inputs(
-    flags: RunFlags, rank_info: RankInfo, ask: Callable[[float, Callable[[], Any]], Any] = lambda minutes, look: look()
+    settings: Settings,
+    rank_info: RankInfo,
+    ask: Callable[[float, Callable[[], Any]], Any] = lambda minutes, look: look(),
 ) -> RunInputs:
-    """Look at files, resolve the flags, and open what they name; raises UserError with the errors of the first stage
+    """Look at files, resolve the settings, and open what they name; raises UserError with the errors of the first stage
     that has any, one line per error.
 
     `ask` returns what rank 0 finds within so many minutes, see `launch.from_rank_0`; by default, this rank looks.
@@ -92,68 +94,69 @@ def read_inputs(
     own_shards: list[Shard] = []
 
     def look() -> Any:
-        with flags.written.in_messages():
-            return msgspec.to_builtins(_look(flags, own_shards))
+        with settings.words.in_messages():
+            return msgspec.to_builtins(_look(settings, own_shards))
 
-    findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
-    with flags.written.in_messages():
-        return _open(_resolve(flags, findings, rank_info), findings, own_shards, rank_info)
+    findings = msgspec.convert(ask(settings.values["distributed_timeout_minutes"], look), Findings)
+    with settings.words.in_messages():
+        return _open(_resolve(settings, findings, rank_info), findings, own_shards, rank_info)
 
 
-def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
-    """Return the run of flags with so many processes; opens no data and creates no directories.
+def read_dry_run(settings: Settings, world_size: int) -> RunConfig:
+    """Return the run of settings with so many processes; opens no data and creates no directories.
 
     Raises UserError with one line per error.
     """
-    with flags.written.in_messages():
-        _, _, run = _complete(flags, look_for_checkpoint(flags), world_size)
+    with settings.words.in_messages():
+        _, _, run = _complete(settings, look_for_checkpoint(settings), world_size)
     return run
 
 
-def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
+def _look(settings: Settings, own_shards: list[Shard]) -> Findings:
     """Look for checkpoints, teacher and input of --streaming, whose shards `own_shards` receives; create --save."""
     findings = Findings()
     errors = ErrorCollector()
     with errors.collect("load"):
-        checkpoint = look_for_checkpoint(flags)
+        checkpoint = look_for_checkpoint(settings)
         if checkpoint is not None:
             findings.checkpoint = str(checkpoint.directory)
-            flags = complete_flags(flags, checkpoint)
-    data = flags.data
+            settings = with_checkpoint(settings, checkpoint)
+    values = settings.values
     with errors.collect("save"):
-        look_into_save(flags)
-    if not flags.logging.skip_train:
+        look_into_save(values)
+    if not values["skip_train"]:
         with errors.collect("distill_from"):
-            teacher = find_teacher(flags)
+            teacher = find_teacher(values["distill_from"], values["distill_weight"])
             findings.teacher = None if teacher is None else str(teacher)
-        if data.streaming:
+        if values["streaming"]:
             with errors.collect("streaming"):
-                shards, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+                shards, findings.stream = find_input(
+                    values["streaming"], values["streaming_key"], values["streaming_skip_bad_lines"]
+                )
                 own_shards.extend(shards)
     errors.raise_if_any()
     return findings
 
 
 def _complete(
-    flags: RunFlags, checkpoint: Checkpoint | None, world_size: int
-) -> tuple[RunFlags, Tokenizer | None, RunConfig]:
-    """Return the flags with the values of a checkpoint, the tokenizer, and the run of so many processes."""
+    settings: Settings, checkpoint: Checkpoint | None, world_size: int
+) -> tuple[Settings, Tokenizer | None, RunConfig]:
+    """Return the settings with the values of a checkpoint, the tokenizer, and the run of so many processes."""
     if checkpoint is not None:
-        flags = complete_flags(flags, checkpoint)
+        settings = with_checkpoint(settings, checkpoint)
     tokenizer: Tokenizer | None = None
     vocab_size: int | None = None
     errors = ErrorCollector()
-    errors.add(*flag_errors(flags))
     with errors.collect():
-        tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
+        tokenizer, vocab_size = _load_vocabulary(settings.values, checkpoint)
     with errors.collect():
-        run = resolve_run(flags, vocab_size or 1, world_size)
+        run = resolve_run(settings, vocab_size, world_size)
     errors.raise_if_any()
-    return flags, tokenizer, run
+    return settings, tokenizer, run
 
 
-def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInputs:
-    """Complete the flags from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON.
+def _resolve(settings: Settings, findings: Findings, rank_info: RankInfo) -> RunInputs:
+    """Complete the settings from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON.
 
     Nothing of the data is opened yet.
     """
@@ -163,15 +166,15 @@ def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInp
         with errors.collect("load"):
             checkpoint = Checkpoint.open_unchecked(Path(findings.checkpoint))
         errors.raise_if_any()
-    flags, tokenizer, run = _complete(flags, checkpoint, rank_info.world_size)
+    settings, tokenizer, run = _complete(settings, checkpoint, rank_info.world_size)
     _check_machine(run, rank_info, errors)
     with errors.collect():
         deepspeed_json(run)
     if checkpoint is not None:
         errors.add(*model_differences(run, checkpoint))
-        errors.add(*resume_problems(flags, run, checkpoint))
+        errors.add(*resume_problems(settings, run, checkpoint))
     errors.raise_if_any()
-    values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
+    values = describe_run(settings, run, None if checkpoint is None else checkpoint.directory)
     return RunInputs(run=run, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
 
 
@@ -221,27 +224,30 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
     )
 
 
-def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:
+def _load_vocabulary(values: Mapping[str, Any], checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:
     """Return the tokenizer, if one is named or the checkpoint provides it, and the number of token ids.
 
     Raises UserError if neither flags nor a checkpoint determine the vocabulary, or the tokenizer cannot be read.
     """
-    data, vocab_size = flags.data, flags.model.vocab_size
-    if data.tokenizer_type is None and data.tokenizer_model is not None:
-        raise UserError(f"--tokenizer-model {data.tokenizer_model} requires --tokenizer-type")
+    kind, model, vocab_size = (values[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_size"))
+    if kind is None and model is not None:
+        raise UserError(Problem({"tokenizer_model": model}, "{} requires {tokenizer_type}"))
     stored = None if checkpoint is None else checkpoint.model().vocab_size
     tokenizer: Tokenizer | None = None
-    if data.tokenizer_type is not None:
+    if kind is not None:
         size = stored - 1 if vocab_size is None and stored is not None else vocab_size
-        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model, size, data.eod_token)
+        tokenizer = load_tokenizer(kind, model, size, values["eod_token"])
     elif vocab_size is None and checkpoint is not None and DESCRIPTION_FILE in checkpoint.file_names:
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
     elif vocab_size is None and stored is None:
         raise UserError(
-            "--tokenizer-type and --tokenizer-model, or --vocab-size, are required without a --load that provides them"
+            Problem(
+                {"tokenizer_type": None},
+                "{} and {tokenizer_model}, or {vocab_size}, are required without a {load} that provides them",
+            )
         )
-    elif data.streaming:
-        raise UserError("--streaming requires --tokenizer-type and --tokenizer-model")
+    elif values["streaming"]:
+        raise UserError(Problem({"streaming": None}, "{} requires {tokenizer_type} and {tokenizer_model}"))
     if tokenizer is None:
         return None, stored if vocab_size is None else vocab_size
     known = tokenizer.vocab_size
@@ -250,7 +256,8 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
         return tokenizer, known
     # As in transformers, a tokenizer may have ids that a loaded model lacks, unless they occur.
     if vocab_size is not None and vocab_size < known and vocab_size != stored:
-        raise UserError(f"--vocab-size {vocab_size} is smaller than the tokenizer's {known} ids: leave it out")
+        reason = f"{{}} is smaller than the tokenizer's {known} ids"
+        raise UserError(Problem({"vocab_size": vocab_size}, reason, "leave it out"))
     return tokenizer, vocab_size or stored or known
 
 
@@ -286,7 +293,11 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
-    parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
+    parts = []
+    if not (data.streaming or run.logging.skip_train):
+        parts.append("train")
+    if run.logging.eval_iters > 0:
+        parts.append("valid")
     order = OrderOptions(run.training.seq_length, run.training.seed, data.loss_on)
     sources = open_sources(data, order, parts)
     if tokenizer is not None:

@@ -13,9 +13,9 @@ import torch
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import check_device, from_rank_0, read_rank_info, reporting_errors, stop_process_group
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
-from megatron_ladder.command_line import FlagWords
+from megatron_ladder.command_line import Settings
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
-from megatron_ladder.config.run import to_flags
+from megatron_ladder.config.run import check_run
 from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.errors import flag_name
 from megatron_ladder.files import write_atomically
@@ -56,18 +56,18 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(words: FlagWords, received: Sequence[int] = ()) -> Iterator[OpenRun]:
+def open_run(settings: Settings, received: Sequence[int] = ()) -> Iterator[OpenRun]:
     """Open the run that a command line describes, resumed from its checkpoint, and close it at the end of the block.
 
     Raises UserError before anything starts; LostPeerError if another rank ended, or a collective timed out.
     """
     rank_info, peers = read_rank_info(), Peers(received=received)
     with ExitStack() as whole_run:
-        for warning in words.warnings:
+        for warning in settings.warnings:
             print_rank_0(f"*** {warning} ***", rank_info.rank)
         with reporting_errors(rank_info, peers):
-            flags = to_flags(words, rank_info.world_size)
-            inputs = read_inputs(flags, rank_info, partial(from_rank_0, rank_info, peers))
+            check_run(settings, rank_info.world_size)
+            inputs = read_inputs(settings, rank_info, partial(from_rank_0, rank_info, peers))
             check_device(rank_info)
             folder = inputs.run.checkpoint.save
             if folder is not None and rank_info.rank == 0:
@@ -99,14 +99,14 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
         print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
 
 
-def pretrain(words: FlagWords, received: Sequence[int] = ()) -> None:
+def pretrain(settings: Settings, received: Sequence[int] = ()) -> None:
     """Run the training that a command line describes; `received` signals request a graceful shutdown.
 
     Raises UserError before anything starts; BadNumbersError after too many consecutive steps whose numbers were not
     finite; LostPeerError if another rank ended, or a collective timed out.
     """
     start = time.monotonic()
-    with open_run(words, received) as opened:
+    with open_run(settings, received) as opened:
         config = opened.trainer.run
         stopper = Stopper(config.reliability, received, opened.trainer.mesh.world.rank, start)
         run = _evaluate_loaded if config.logging.skip_train else _train

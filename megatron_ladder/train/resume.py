@@ -6,7 +6,7 @@ values; their names and meaning are Megatron's. Only --train-iters may change fr
 still ends where it did. Other changes of what is learned are reported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,36 +22,39 @@ from megatron_ladder.checkpoint.format import (
     reporting_os_errors,
 )
 from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name, published_checkpoints, read_latest
+from megatron_ladder.command_line import Settings
 from megatron_ladder.config.file import CONFIG_NAME
-from megatron_ladder.config.run import SECTION_TYPES, SECTIONS, RunConfig, RunFlags
-from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
+from megatron_ladder.config.run import SECTIONS, RunConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
-from megatron_ladder.flags import flag_name, section_flags, to_plain, value_errors
+from megatron_ladder.flags import conflicts, flag_name, section_flags, to_plain
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import find_tokenizer
 from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
 from megatron_ladder.train.record import RECORD_NAME
 from megatron_ladder.typed import typed
 
-_FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
+_FREE_TO_CHANGE = {"init_method_std", "max_position_embeddings"}
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
-_DEFINES_ORDER = ("seed", "seq_length")
-"""Fields that a resumed run must not change, because they determine the order of samples."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "lr")
-"""Flags without which no model is trained from scratch under --load."""
+"""Fields without which no model is trained from scratch under --load."""
 _TAKEN = ("training", "data", "checkpoint", "logging", "reliability", "optimizer")
 """Sections whose values a resumed run takes, unless a flag declares otherwise."""
-_IGNORED, _REPORTED, _DATA = (
-    {flag.field_name for flag in section_flags(*SECTIONS) if flag.on_resume == rule}
-    for rule in ("ignore", "report", "data")
-)
-"""Names of flags by their `on_resume`."""
+_TYPES = {name: kind for section in SECTIONS for name, kind in get_type_hints(section).items()}
+_CURVES = {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
+_SCHEDULE = {one.field_name for one in section_flags(OptimizerConfig) if "optimizer" not in one.field_name}
 
 
-def look_for_checkpoint(flags: RunFlags) -> Checkpoint | None:
+def _declared(rule: str) -> set[str]:
+    """Return the fields with which a resumed run does the same; see `Flag.on_resume`."""
+    return {one.field_name for one in section_flags(*SECTIONS) if one.on_resume == rule}
+
+
+def look_for_checkpoint(settings: Settings) -> Checkpoint | None:
     """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
-    load = flags.checkpoint.load
+    values = settings.values
+    load = values["load"]
     if load is None:
         return None
     with reporting_os_errors(f"--load {load}"):
@@ -59,62 +62,66 @@ def look_for_checkpoint(flags: RunFlags) -> Checkpoint | None:
             raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
         if (checkpoint := find_checkpoint(load)) is not None:
             return checkpoint
-    for flag, required in (
-        ("--finetune", flags.checkpoint.finetune),
-        ("--exit-on-missing-checkpoint", flags.checkpoint.exit_on_missing_checkpoint),
-        ("--skip-train", flags.logging.skip_train),
-    ):
-        if required:
-            raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one: give a directory that does")
-    if missing := [flag_name(name) for name in _REQUIRED if name not in flags.given]:
-        raise UserError(
-            f"--load {load}: holds no checkpoint that would provide {', '.join(missing)}: give them to start from "
-            "scratch, or a directory with a checkpoint"
-        )
+    subject = {"load": load}
+    for name in ("finetune", "exit_on_missing_checkpoint", "skip_train"):
+        if values[name]:
+            reason = f"{{}}: holds no checkpoint, and {{{name}}} requires one"
+            raise UserError(Problem(subject, reason, "give a directory that does"))
+    if missing := [f"{{{name}}}" for name in _REQUIRED if name not in settings.given]:
+        fix = "give them to start from scratch, or a directory with a checkpoint"
+        raise UserError(Problem(subject, f"{{}}: holds no checkpoint that would provide {', '.join(missing)}", fix))
     return None
 
 
-def look_into_save(flags: RunFlags) -> None:
+def look_into_save(values: Mapping[str, Any]) -> None:
     """Create --save, if it is given; raise UserError if the run cannot save there, or must not."""
-    save = flags.checkpoint.save
+    save = values["save"]
     if save is None:
         return
+    subject = {"save": save}
     if is_published_name(save.name):
-        raise UserError(f"--save {save}: is the name of a single checkpoint: give the directory above it")
+        raise UserError(Problem(subject, "{}: is the name of a single checkpoint", "give the directory above it"))
     errors = ErrorCollector()
     with errors.collect(), reporting_os_errors(f"--save {save}"):
         if is_hf_directory(save):
-            errors.add(f"--save {save}: is a Hugging Face directory: give another")
+            errors.add(Problem(subject, "{}: is a Hugging Face directory", "give another"))
         for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
             if path.exists() and not path.is_file():
-                errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
-        if not flags.logging.skip_train:
-            _check_save_directory(flags.checkpoint)
+                reason = f"{{}}: {path.name} is not a file"
+                errors.add(Problem(subject, reason, "remove it, or give another directory"))
+        if not (values["skip_train"] or values["overwrite_checkpoints"]):
+            _check_save_directory(save, values["load"], values["finetune"])
     errors.raise_if_any()
     # Now, so that no other rank has to. Every host reports why it cannot write there.
     with suppress(OSError):
         save.mkdir(parents=True, exist_ok=True)
 
 
-def _check_save_directory(options: CheckpointConfig) -> None:
-    """Raise UserError if --save holds checkpoints that the run does not continue, unless --overwrite-checkpoints."""
-    save, load = options.save, options.load
-    if save is None or options.overwrite_checkpoints or not (names := published_checkpoints(save)):
-        return
-    current = read_latest(save) or names[-1]
+def _check_save_directory(save: Path, load: Path | None, finetune: bool) -> None:
+    """Raise UserError if --save holds checkpoints that the run does not continue."""
+    names = published_checkpoints(save)
+    fix = "continue {current} with {load} {save_path}"
     if load is None:
-        why = "--load is not given, so this run would start from scratch"
+        why = "{load} is not given, so this run would start from scratch"
     elif not _is_within(load.resolve(), save.resolve()):
-        why = f"this run starts from --load {load}"
-    elif options.finetune:
-        why = "--finetune starts at iteration 0 again"
+        why = "this run starts from {load}"
+    elif finetune:
+        why = "{finetune} starts at iteration 0 again"
     else:
         return
-    fix = f"continue {current} with --load {save}{' and without --finetune' * options.finetune}"
-    raise UserError(
-        f"--save {save}: holds {current} of another run, and {why}: {fix}, or give another --save, or "
-        "--overwrite-checkpoints, after which --load continues the new run and no longer the old one"
-    )
+    if finetune:
+        fix += " and without {finetune}"
+    if names:
+        raise UserError(
+            Problem(
+                {"save": save, "load": load},
+                f"{{}}: holds {{current}} of another run, and {why}",
+                f"{fix}, or give another {{save}}, or {{overwrite_checkpoints}}, after which {{load}} continues the "
+                "new run and no longer the old one",
+                current=read_latest(save) or names[-1],
+                save_path=save,
+            )
+        )
 
 
 def _is_within(load: Path, save: Path) -> bool:
@@ -123,68 +130,68 @@ def _is_within(load: Path, save: Path) -> bool:
     return directory.absolute() == save.absolute()
 
 
-def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
-    """Return flags with the checkpoint's model and sequence length, and without --finetune its data, steps, optimizer,
-    reports and intervals of saves, where no value was given.
+def with_checkpoint(settings: Settings, checkpoint: Checkpoint) -> Settings:
+    """Return settings with the checkpoint's model and sequence length, and without --finetune its data, steps,
+    optimizer, reports and intervals of saves, where no value was given.
 
     Raises UserError if the checkpoint provides no value of a required flag.
     """
-    stored, given = checkpoint.model(), flags.given
-    values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
-    if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
-        values = {name: value for name, value in values.items() if name not in WIRING_FIELDS}
+    given = dict(settings.given)
+    recorded = _values(checkpoint.manifest.get("run", {}))
+    if settings.values["use_checkpoint_opt_param_scheduler"] and not settings.values["finetune"]:
+        given = {name: value for name, value in given.items() if name not in _SCHEDULE & recorded.keys()}
+    settings = replace(settings, flags=section_flags(*SECTIONS), given=given)
+    model = vars(checkpoint.model().to_flags())
     # The tokenizer may determine the size of the vocabulary.
-    values.pop("vocab_size", None)
-    # Values of the run may require those of the model.
-    flags = replace(flags, model=replace(flags.model, **values))
-    if not flags.checkpoint.finetune:
-        flags = _with_values_of_the_run(flags, checkpoint)
-    elif "seq_length" not in given:
-        length = _values(checkpoint.manifest.get("run", {})).get("seq_length", flags.training.seq_length)
-        flags = replace(flags, training=replace(flags.training, seq_length=length))
-    required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
-    raise_user_errors(Problem(name, " is required: --load lacks it") for name in required if required[name] is None)
-    positions = flags.model.max_position_embeddings
-    if "max_position_embeddings" in values:
-        positions = max(stored.max_position_embeddings, flags.training.seq_length)
-    return replace(flags, model=replace(flags.model, max_position_embeddings=positions))
+    left = {"vocab_size"}
+    if given.get("residual_mode", model["residual_mode"]) != model["residual_mode"]:
+        left |= {*WIRING_FIELDS}
+    model = {name: value for name, value in model.items() if name not in left}
+    taken = {"seq_length"} if settings.values["finetune"] else _taken(settings)
+    run = {name: _read(name, recorded[name], checkpoint) for name in recorded if name in taken - given.keys()}
+    settings = replace(settings, stored=model | run)
+    # A stored value that a given one excludes has no effect any more.
+    while excluded := _without_effect(settings, run):
+        run = {name: value for name, value in run.items() if name not in excluded}
+        settings = replace(settings, stored=model | run)
+    absent = [name for name in ("train_iters", "lr") if name not in settings.values]
+    raise_user_errors(Problem({name: None}, "{} is required", "{load} lacks it") for name in absent)
+    positions = max(model["max_position_embeddings"], settings.values["seq_length"])
+    settings.stored["max_position_embeddings"] = positions
+    return settings
 
 
-def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
-    """Return flags with the values of the checkpoint's run, unless given ones replace or exclude them."""
-    stored = _values(checkpoint.manifest.get("run", {}))
-    unchanged = {*flags.given, *_IGNORED}
-    given_data = flags.given & _DATA
-    if given_data:
-        unchanged |= _DATA - ({"train_data_path", "streaming"} if given_data == {"valid_data_path"} else set())
-    if flags.checkpoint.override_opt_param_scheduler:
+def _taken(settings: Settings) -> set[str]:
+    """Return the fields whose value a resumed run takes from its checkpoint, unless it is given."""
+    values = settings.values
+    left = _declared("ignore")
+    data = _declared("data")
+    given_data = data & settings.given.keys()
+    if given_data == {"valid_data_path"}:
+        left |= data - {"train_data_path", "streaming"}
+    elif given_data:
+        left |= data
+    if values["override_opt_param_scheduler"]:
         # By default, the decay that replaces the stored one is as long as the run.
-        unchanged |= {"lr_decay_iters", "lr_wsd_decay_iters"}
-    if flags.checkpoint.use_checkpoint_opt_param_scheduler:
-        unchanged -= {flag.field_name for flag in section_flags(OptimizerConfig) if "optimizer" not in flag.field_name}
-    load, save = flags.checkpoint.load, flags.checkpoint.save
-    if load is None or save is None or not _is_within(load, save):
-        unchanged |= {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
-    for section_name, section_type in SECTION_TYPES.items():
-        types = get_type_hints(section_type)
-        for name in (flag.field_name for flag in section_flags(section_type)):
-            if name not in stored or name in unchanged:
-                continue
-            try:
-                value = typed(stored[name], types[name], dec_hook=lambda kind, text: kind(text))
-            except ValueError as error:
-                raise UserError(f"--load {checkpoint.directory}: {flag_name(name)}: {error}: give the flag") from None
-            section = replace(getattr(flags, section_name), **{name: value})
-            completed = replace(flags, **{section_name: section})
-            # A value that a given one excludes has no effect any more.
-            if len(flag_errors(completed)) <= len(flag_errors(flags)):
-                flags = completed
-    return flags
+        left |= {"lr_decay_iters", "lr_wsd_decay_iters"}
+    if values["load"] is None or values["save"] is None or not _is_within(values["load"], values["save"]):
+        left |= _CURVES
+    return _TYPES.keys() - left
 
 
-def flag_errors(flags: RunFlags) -> list[Problem]:
-    """Check all values against what their flags allow; return one line per error."""
-    return value_errors([getattr(flags, name) for name in SECTION_TYPES])
+def _read(name: str, stored: Any, checkpoint: Checkpoint) -> Any:
+    try:
+        return typed(stored, _TYPES[name], dec_hook=lambda kind, text: kind(text))
+    except ValueError as error:
+        problem = Problem({"load": checkpoint.directory}, f"{{}}: {{{name}}}: {{error}}", "give the flag", error=error)
+        raise UserError(problem) from None
+
+
+def _without_effect(settings: Settings, stored: Mapping[str, Any]) -> set[str]:
+    """Return the stored values that lack one that they require, or contradict another."""
+    found = conflicts(settings.flags, settings.values)
+    parties = [[name for name in names if name in stored] for _, names in found]
+    return {names[0] for names in parties if names}
 
 
 def _values(run: dict[str, Any]) -> dict[str, Any]:
@@ -198,63 +205,71 @@ def _values(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
-    """Return one line per difference between the run's model and order of samples and those of a checkpoint.
+    """Return one problem for each difference of the run's model and order of samples to those of a checkpoint.
 
     Each is of a given flag, because a run takes other values from its checkpoint.
     """
     model = checkpoint.model()
-    stored, resumed = model.to_dict(), run.model.to_dict()
-    pairs = {name: (resumed[name], stored[name]) for name in stored if name not in _FREE_TO_CHANGE}
-    # Derived values are compared only if the wirings agree, and reported under the name of a flag.
-    streams = pairs.pop("desync_tp")
-    if model.residual_mode == run.model.residual_mode:
-        pairs["tensor_model_parallel_size"] = streams
-    else:
-        pairs = {name: values for name, values in pairs.items() if name not in WIRING_FIELDS}
-    if model.num_layers != run.model.num_layers:
-        # The default, all layers, depends on their number.
-        pairs.pop("ladder_layers", None)
-    if not run.loads_only_weights:
-        recorded = _values(checkpoint.manifest.get("run", {}))
-        pairs |= {name: (getattr(run.training, name), recorded[name]) for name in _DEFINES_ORDER if name in recorded}
-    fixes = dict.fromkeys(pairs, "leave the flag out, or train a new model without --load")
+    stored = model.to_dict()
+    resumed = run.model.to_dict()
+    fixes = dict.fromkeys(stored.keys() - _FREE_TO_CHANGE, "leave the flag out, or train a new model without {load}")
     rewire = "leave the flag out, or change the wiring with `tools/convert_checkpoint.py reshape`"
     fixes |= dict.fromkeys(("residual_mode", *WIRING_FIELDS), rewire)
-    fixes["tensor_model_parallel_size"] = "use that many"
-    fixes |= dict.fromkeys(_DEFINES_ORDER, "leave the flag out, or give --finetune to start at iteration 0")
+    fixes["desync_tp"] = "use that many"
+    # Values that depend on others are compared only if those agree.
+    if model.residual_mode != run.model.residual_mode:
+        for name in (*WIRING_FIELDS, "desync_tp"):
+            del fixes[name]
+    elif model.num_layers != run.model.num_layers:
+        del fixes["ladder_layers"]
+    if not run.loads_only_weights:
+        recorded = _values(checkpoint.manifest.get("run", {}))
+        order = {name: recorded[name] for name in _declared("keep") if name in recorded}
+        stored |= order
+        resumed |= {name: getattr(run.training, name) for name in order}
+        fixes |= dict.fromkeys(order, "leave the flag out, or give {finetune} to start at iteration 0")
+    names = {"desync_tp": "tensor_model_parallel_size"}
     return [
-        Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}: {fixes[name]}")
-        for name, (ours, theirs) in pairs.items()
-        if ours != theirs
+        _difference(names.get(name, name), resumed[name], stored[name], checkpoint, fixes[name])
+        for name in stored
+        if name in fixes and resumed[name] != stored[name]
     ]
 
 
-def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> Iterator[str | Problem]:
-    """Yield one line per reason why a run cannot continue with the checkpoint's optimizer and schedule."""
-    options, directory = run.checkpoint, checkpoint.directory
+def _difference(name: str, ours: Any, theirs: Any, checkpoint: Checkpoint, fix: str) -> Problem:
+    reason = "{}: {directory} was trained with {theirs}"
+    return Problem({name: str(ours)}, reason, fix, directory=checkpoint.directory, theirs=theirs)
+
+
+def resume_problems(settings: Settings, run: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Yield one problem for each reason why a run cannot continue with the checkpoint's optimizer and schedule."""
+    options = run.checkpoint
     if run.loads_only_weights:
         return
     if options.load_optim and not checkpoint.stored("exp_avg"):
-        yield f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim"
+        fix = "give {finetune}, or {no_load_optim}"
+        yield Problem({"load": checkpoint.directory}, "{}: holds weights and no optimizer", fix)
     saved, chosen = checkpoint.optimizer, run.optimizer.optimizer
     if options.load_optim and (saved == "muon") != (chosen == "muon"):
-        fix = f"give --optimizer {saved}, or --no-load-optim to start the optimizer from scratch"
-        yield Problem("--optimizer", f" {chosen}: {directory} was trained with {saved}: {fix}")
+        fix = f"give {{optimizer}} {saved}, or {{no_load_optim}} to start the optimizer from scratch"
+        yield _difference("optimizer", chosen, saved, checkpoint, fix)
         return
     stored = {} if options.override_opt_param_scheduler else _values(checkpoint.manifest.get("run", {}))
+    fix = "give {override_opt_param_scheduler} to change it, or leave the flag out to keep the stored value"
     for name, ours in vars(run.optimizer).items():
-        if name in flags.given and ours != stored.get(name, ours) and not name.startswith("optimizer"):
-            fix = "give --override-opt-param-scheduler to change it, or leave the flag out to keep the stored value"
-            yield Problem(flag_name(name), f" {ours}: {directory} was trained with {stored[name]}: {fix}")
+        if name in _SCHEDULE & settings.given.keys() and ours != stored.get(name, ours):
+            yield _difference(name, ours, stored[name], checkpoint, fix)
 
 
 def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Return one line for each given value with which a resumed run learns something else than before."""
-    ours, theirs = _values(run.to_dict()), _values(checkpoint.manifest.get("run", {}))
+    ours = _values(run.to_dict())
+    theirs = _values(checkpoint.manifest.get("run", {}))
+    reported = _declared("report") | vars(run.optimizer).keys()
     return [
         f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
         for name in ours
-        if (name in _REPORTED or name in vars(run.optimizer)) and ours[name] != theirs.get(name, ours[name])
+        if name in reported and ours[name] != theirs.get(name, ours[name])
     ]
 
 

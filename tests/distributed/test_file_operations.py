@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_ladder.config.run import read_run_words
+from megatron_ladder.config.run import read_run
 from megatron_ladder.data.indexed import Sidecar, write_sidecar
 from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_ladder.train import loop, setup
@@ -45,7 +45,7 @@ def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
         patch.setattr(loop, "stop_process_group", dist.barrier)
         patch.setattr(loop, "Watch", mock.MagicMock())
         operations = Operations(folder, patch)
-        loop.pretrain(read_run_words(argv))
+        loop.pretrain(read_run(argv))
         return [line for lines in operations.of_thread.values() for line in lines]
 
 

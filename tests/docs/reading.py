@@ -126,11 +126,11 @@ def _read_training(words: Sequence[str], processes: int | None, open_end: bool) 
         # The file may be written when the command runs, and may have the required flags.
         position = list(words).index("--config")
         words, open_end = [*words[:position], *words[position + 2 :], "--train-iters", "1", "--lr", "1"], True
-    flags = parse_run(words, world_size=processes or 1)
+    settings = parse_run(words, world_size=processes or 1)
     if open_end:
         return
     if processes is None:
-        processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes)
+        processes = settings.values["tensor_model_parallel_size"] * settings.values["pipeline_model_parallel_size"]
+    run = resolve_run(settings, settings.values["vocab_size"] or VOCABULARY, processes)
     if run.parallel.deepspeed_config is None:
         deepspeed_json(run)

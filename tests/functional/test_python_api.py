@@ -198,7 +198,7 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
         "hiden_size is not a keyword of open_training(): did you mean hidden_size?",
         "num_layers 0: expected 1 to 100000",
     } <= {*caught.value.messages}
-    assert "--" not in str(caught.value)
+    assert "--" not in str(caught.value).replace("`deepspeed --num_gpus N`", "")
     with (
         pytest.raises(UserError, match="^tp 3 does not divide the 1 launched"),
         training(tp=3, vocab_size=9, hidden_size=6, num_attention_heads=3, train_iters=1, lr=1, data_path="no"),

@@ -63,8 +63,8 @@ def deepspeed_is_started() -> bool:
 
 def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
     """Return the run of a valid command line."""
-    flags = parse_run([*SIZES, *argv])
-    return resolve_run(flags, flags.model.vocab_size, world_size)
+    settings = parse_run([*SIZES, *argv])
+    return resolve_run(settings, settings.values["vocab_size"], world_size)
 
 
 def build_trainer_here(

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_ladder.command_line import FlagWords, _help_parser, build_sections, flag_words, parse_command_line
+from megatron_ladder.command_line import Settings, _help_parser, flag_words, parse_command_line
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag
+from megatron_ladder.flags import flag, section_flags
 from tests.helpers.runs import errors_of
 
 
@@ -100,7 +100,7 @@ def test_replaced_values_must_be_valid(words: str, error: str) -> None:
             ],
         ),
         ("--lr", ["--lr: expected a value"]),
-        ("--lr 1 --folder= --ids", ["--ids: expected a value", "--folder: the path is empty"]),
+        ("--lr 1 --folder= --ids", ["--folder: the path is empty", "--ids: expected a value"]),
         (
             "x --lr 1 2 --bf16=true",
             [
@@ -133,15 +133,22 @@ def test_words_of_a_file_are_converted_too() -> None:
         "bf16": "true",
         "overlap": "false",
         "ids": ["1", "2"],
-        "folder": None,
         "style": "cosine",
     }
-    assert build_sections([Example], FlagWords(words)) == [Example(1e-4, 3, "cosine", False, True, (1, 2))]
+
+    def build(words: Any) -> list[Example]:
+        settings = Settings(section_flags(Example))
+        for one in settings.flags:
+            if one.field_name in words:
+                settings.give(one, words[one.field_name], "")
+        return settings.build([Example])
+
+    assert build(words) == [Example(1e-4, 3, "cosine", False, True, (1, 2))]
     for name, word in {"bf16": "maybe", "overlap": "", "folder": "a\0b", "lr": "nan"}.items():
         with pytest.raises(UserError, match=f"^--{name}: "):
-            build_sections([Example], FlagWords(words | {name: word}))
+            build(words | {name: word})
     with pytest.raises(UserError, match=r"^--folder: '\\ud800' has a character that no path or text can have$"):
-        build_sections([Example], FlagWords(words | {"folder": "\ud800"}))
+        build(words | {"folder": "\ud800"})
 
 
 @pytest.mark.parametrize(

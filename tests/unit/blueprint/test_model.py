@@ -10,14 +10,15 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, res
 from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.errors import Problem, UserError
+from megatron_ladder.errors import UserError
 
 
-def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
-    errors: list[str | Problem] = []
+def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[Any, list[str]]:
     flags = replace(ModelFlags(), **changes)  # type: ignore[arg-type]
-    config = resolve_model(flags, 1000, 2048, tensor_parallel, errors)
-    return config, list(map(str, errors))
+    try:
+        return resolve_model(flags, 1000, 2048, tensor_parallel), []
+    except UserError as error:
+        return None, list(error.messages)
 
 
 def refused(config: ModelConfig, tensor_parallel: int) -> list[str]:
@@ -90,7 +91,7 @@ def test_lanes() -> None:
 def test_the_flags_of_a_model_describe_it(changes: dict[str, object]) -> None:
     config, errors = resolve(**changes)  # type: ignore[arg-type]
     (flags,) = parse_command_line([ModelFlags], config.to_words(), "program", "")
-    assert not errors and resolve_model(flags, 1000, 2048, 2, errors) == config and not errors
+    assert not errors and resolve_model(flags, 1000, 2048, 2) == config
 
 
 def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_latent_attention() -> None:
     assert not errors
     assert (config.num_key_value_heads, config.head_dim, config.rotary_dim, config.value_dim) == (1, 20, 8, 16)
     assert ModelConfig.from_dict(config.to_dict(), "file") == config
-    assert resolve_model(config.to_flags(), 1000, 2048, 1, []) == config
+    assert resolve_model(config.to_flags(), 1000, 2048, 1) == config
     # Lanes of a rank would share the latent.
     assert not refused(config, 4)
     (error,) = refused(config, 2)

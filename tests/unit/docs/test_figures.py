@@ -97,7 +97,7 @@ def test_the_table_of_expert_wirings_is_that_of_the_blueprint() -> None:
         flags = ModelFlags(
             residual_mode=mode, num_layers=3, num_experts=8, moe_shared_expert_intermediate_size=shared_width
         )
-        layers = resolve_model(flags, 256, 256, 1, []).wired_layers
+        layers = resolve_model(flags, 256, 256, 1).wired_layers
         numbered = list(enumerate(one for layer in layers for one in layer))
         kinds = [one.kind for _, one in numbered]
         size = len(layers[0])

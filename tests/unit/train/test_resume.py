@@ -9,7 +9,7 @@ import pytest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import learning_rate
-from megatron_ladder.train.resume import complete_flags, resume_problems, schedule_note
+from megatron_ladder.train.resume import resume_problems, schedule_note, with_checkpoint
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
@@ -29,9 +29,9 @@ def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")
 
 
 def resume_from(checkpoint: Any, words: str) -> tuple[RunConfig, list[str]]:
-    flags = complete_flags(parse_run(f"{BASE} {words}".split()), checkpoint)
-    run = resolve_run(flags, 100, 1)
-    return run, [str(problem).split(":")[0] for problem in resume_problems(flags, run, checkpoint)]
+    settings = with_checkpoint(parse_run(f"{BASE} {words}".split()), checkpoint)
+    run = resolve_run(settings, 100, 1)
+    return run, [str(problem).split(":")[0] for problem in resume_problems(settings, run, checkpoint)]
 
 
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:

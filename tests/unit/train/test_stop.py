@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.comm import agreement
-from megatron_ladder.config.run import read_run_words
+from megatron_ladder.config.run import read_run
 from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.errors import LostPeerError
 from megatron_ladder.train.loop import pretrain
@@ -92,4 +92,4 @@ def test_a_signal_ends_a_rank_whose_master_port_another_program_has(monkeypatch:
         for name, value in {**variables, "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(LostPeerError, match="SIGTERM at start-up: ends without rank 0"):
-            pretrain(read_run_words(flags.split()), [signal.SIGTERM])
+            pretrain(read_run(flags.split()), [signal.SIGTERM])

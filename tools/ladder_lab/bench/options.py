@@ -12,8 +12,8 @@ from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.flags import flag
+from megatron_ladder.errors import Problem, raise_user_errors
+from megatron_ladder.flags import Check, flag
 
 Case = Literal["decode", "prefill", "train"]
 CASES = {
@@ -142,6 +142,13 @@ def parse_alpha(text: str) -> tuple[float, str] | None:
     return (float(match[1]), unit) if unit in "ca" else (float(match[1]) * UNITS[unit], "s")
 
 
+def _size_problems(size: str) -> Iterator[Problem]:
+    try:
+        find_size(size)
+    except ValueError as error:
+        yield Problem({"size": size}, "{}: {error}", error=error)
+
+
 @dataclass(frozen=True)
 class ThroughputOptions:
     """Throughput. Forward and backward passes of a micro-batch; all variants run once per round."""
@@ -166,10 +173,4 @@ class ThroughputOptions:
     json: Path | None = flag(None, output="file")
     """File for the results, as a list of rows."""
 
-
-def throughput_errors(options: ThroughputOptions) -> Iterator[str]:
-    """Yield what `flag` cannot declare."""
-    try:
-        find_size(options.size)
-    except ValueError as error:
-        yield f"--size {options.size}: {error}"
+    checks = (Check(_size_problems, ("size",)),)

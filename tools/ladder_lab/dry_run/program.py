@@ -21,7 +21,8 @@ from ladder_lab.cost.memory import Layout, Precision, stage_memory
 from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json
-from megatron_ladder.config.run import RunConfig, RunFlags
+from megatron_ladder.command_line import Settings
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.train.inputs import read_dry_run
 
@@ -30,13 +31,13 @@ TOLERANCE = 0.1
 """Relative difference to the planner's memory that is reported."""
 
 
-def dry_run(flags: RunFlags, ranks: int, output: Path | None = None) -> None:
+def dry_run(settings: Settings, ranks: int, output: Path | None = None) -> None:
     """Run two steps of every distinct rank without devices, and print what they allocate and communicate.
 
     `output` is a JSON file for both. Raises UserError if the flags are invalid, or the ranks' collectives do not match.
     """
     begin = time.monotonic()
-    planned = read_dry_run(flags, ranks)
+    planned = read_dry_run(settings, ranks)
     raise_user_errors(_unsupported(planned))
     run = _shortened(planned)
     records = _run_ranks(run)

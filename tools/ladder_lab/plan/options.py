@@ -1,8 +1,9 @@
 """The command line of `tools/plan.py`. It needs no torch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +15,58 @@ from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES, WIRING_FIELDS
-from megatron_ladder.command_line import FlagWords, flag_words, parse_command_line, take_subcommand
-from megatron_ladder.errors import Problem, UserError, expected_one_of, raise_user_errors
-from megatron_ladder.flags import flag, flag_name, section_flags
+from megatron_ladder.command_line import flag_words, parse_command_line, take_subcommand
+from megatron_ladder.errors import Problem, UserError, expected_one_of
+from megatron_ladder.flags import Check, flag, section_flags
 
 _GPU_FLAGS = ("gpu_memory_gb", "memory_bandwidth_gbs", "peak_tflops")
 """The figures that describe a GPU without the help of its name."""
 _MODELS = f"Names: {', '.join(SIZES)}; numbers: {SHAPE}; of a directory, only config.json is read."
 _WIRING_FLAGS = ("residual_mode", *WIRING_FIELDS)
 _MODEL_FLAGS = frozenset(flag.field_name for flag in section_flags(ModelFlags)) - {*_WIRING_FLAGS}
+
+
+def _is_path(model: str) -> bool:
+    """Whether --model is a file or a directory; the name of a known model is not."""
+    try:
+        find_size(model)
+    except ValueError:
+        return "/" in model or Path(model).exists()
+    return False
+
+
+def _gpu_problems(gpu: str, given: Sequence[str]) -> Iterator[Problem]:
+    """Find a GPU without figures."""
+    missing = [f"{{{name}}}" for name in _GPU_FLAGS if name not in given]
+    if gpu not in GPUS and missing:
+        yield Problem(
+            {"gpu": gpu},
+            f"{{}}: {{expected}}; to describe another GPU, give {' and '.join(missing)} as well, and for its box "
+            "{gpus_per_node}, {link}, {network} and {network_adapters}",
+            expected=expected_one_of(gpu, GPUS),
+        )
+
+
+def _model_problems(model: str, given: Sequence[str]) -> Iterator[Problem]:
+    """Find a model without a shape, and flags of a model next to its name, or without a vocabulary."""
+    if not _is_path(model):
+        try:
+            find_size(model)
+        except ValueError as error:
+            reason = "{}: {error}; or a Hugging Face directory or its config.json"
+            yield Problem({"model": model}, reason, error=error)
+    names = [name for name in given if name in _MODEL_FLAGS]
+    if names and "model" in given:
+        yield Problem({"model": None}, f"{{}} and {{{names[0]}}} exclude each other", "give one of them")
+    elif names and "vocab_size" not in given:
+        yield Problem({"vocab_size": None}, f"{{}} is required with {{{names[0]}}}")
+
+
+def _wiring_problems(refused: Collection[str], fix: str, given: Sequence[str]) -> Iterator[Problem]:
+    """Find flags of a wiring, all of which are compared."""
+    for name in given:
+        if name in refused:
+            yield Problem({name: None}, "{}: wirings are compared", fix)
 
 
 @dataclass(frozen=True)
@@ -56,6 +100,8 @@ class MachineOptions:
     """10^9 bytes per second through one adapter, in one direction."""
     contention: float = flag(CONTENTION, minimum=0, maximum=1)
     """Share of an overlap that a large collective gives back; about 0.2 if its multiprocessors are bounded."""
+
+    checks = (Check(_gpu_problems, ("gpu", "given")),)
 
     def machine(self, gpus: int) -> Machine:
         """Return the machine; raise UserError if its interconnects are not known for so many GPUs."""
@@ -140,6 +186,11 @@ class LayoutOptions:
     json: Path | None = flag(None, output="file")
     """File for all layouts."""
 
+    checks = (
+        Check(_model_problems, ("model", "given")),
+        Check(partial(_wiring_problems, _WIRING_FLAGS, "give {wirings}"), ("given",)),
+    )
+
 
 @dataclass(frozen=True)
 class InferenceOptions:
@@ -164,6 +215,11 @@ class InferenceOptions:
     json: Path | None = flag(None, output="file")
     """File for all predictions."""
 
+    checks = (
+        Check(_model_problems, ("model", "given")),
+        Check(partial(_wiring_problems, {*_WIRING_FLAGS} - {"ladder_layers"}, "leave it out"), ("given",)),
+    )
+
 
 DESCRIPTIONS = {
     "layouts": "List the layouts that fit a cluster, fastest first, and where each wiring pays: the default.",
@@ -180,12 +236,7 @@ def parse_options(
     command, words = take_subcommand(arguments, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
     description = "\n".join(f"plan.py {name}: {text}" for name, text in DESCRIPTIONS.items())
     sections = [MachineOptions, KINDS[command], ModelFlags]
-
-    def find_problems(flag_words: FlagWords) -> Iterator[Problem]:
-        yield from _unknown_names(flag_words)
-        yield from _model_problems(flag_words, command)
-
-    machine, options, flags = parse_command_line(sections, words, f"plan.py {command}", description, find_problems)
+    machine, options, flags = parse_command_line(sections, words, f"plan.py {command}", description)
     return machine, options, flags
 
 
@@ -194,9 +245,7 @@ def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) 
     length = options.seq_length if isinstance(options, LayoutOptions) else options.prompt + options.generate
     path = Path(options.model)
     if flags.vocab_size is not None:
-        errors: list[str | Problem] = []
-        model = resolve_model(replace(flags, ladder_layers=None), flags.vocab_size, length, 1, errors)
-        raise_user_errors(errors)
+        model = resolve_model(replace(flags, ladder_layers=None), flags.vocab_size, length, 1)
         name = f"{flags.num_layers} layers of {flags.hidden_size:,}"
     elif _is_path(options.model):
         from megatron_ladder.checkpoint.hf_config import model_config_from_hf
@@ -213,48 +262,6 @@ def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) 
     else:
         name, model = options.model, find_size(options.model)
     return name, replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
-
-
-def _is_path(model: str) -> bool:
-    """Whether --model is a file or a directory; the name of a known model is not."""
-    try:
-        find_size(model)
-    except ValueError:
-        return "/" in model or Path(model).exists()
-    return False
-
-
-def _model_problems(flag_words: FlagWords, command: str) -> Iterator[Problem]:
-    """Find flags of a model without a vocabulary, next to --model, or of a wiring, all of which are compared."""
-    words = flag_words.words
-    given = [flag_name(name) for name in words if name in _MODEL_FLAGS]
-    if given and "model" in words:
-        yield Problem("--model", f" and {given[0]} exclude each other: give one of them")
-    elif given and "vocab_size" not in words:
-        yield Problem("--vocab-size", f" is required with {given[0]}")
-    fix = "give --wirings" if command == "layouts" else "leave it out"
-    allowed = () if command == "layouts" else ("ladder_layers",)
-    for name in _WIRING_FLAGS:
-        if name in words and name not in allowed:
-            yield Problem(flag_name(name), f": wirings are compared: {fix}")
-
-
-def _unknown_names(flag_words: FlagWords) -> Iterator[Problem]:
-    """Find a model without a shape, and a GPU without figures."""
-    gpu = str(flag_words.words.get("gpu", "h100"))
-    model = str(flag_words.words.get("model", "8b"))
-    missing = [flag_name(name) for name in _GPU_FLAGS if name not in flag_words.words]
-    if gpu not in GPUS and missing:
-        yield Problem(
-            "--gpu",
-            f" {gpu}: {expected_one_of(gpu, GPUS)}; to describe another GPU, give {' and '.join(missing)} as well, and "
-            "for its box --gpus-per-node, --link, --network and --network-adapters",
-        )
-    if not _is_path(model):
-        try:
-            find_size(model)
-        except ValueError as error:
-            yield Problem("--model", f" {model}: {error}; or a Hugging Face directory or its config.json")
 
 
 QUALITY = (

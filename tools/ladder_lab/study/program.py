@@ -134,8 +134,8 @@ class _Study:
     def save(self) -> None:
         """Write the state atomically."""
         request = self.parsed.request
-        data = read_training_flags((*request.data_flags, *request.training_flags)).data
-        prefixes = [Path(word) for word in map(str, (*data.data_path, *data.train_data_path))]
+        data = read_training_flags((*request.data_flags, *request.training_flags))
+        prefixes = [Path(word) for word in map(str, (*data["data_path"], *data["train_data_path"]))]
         sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
         state = {
             "data": [f"{known.tokens:,} tokens in {prefix}" for prefix, known in sidecars.items() if known is not None],
@@ -215,8 +215,8 @@ def value_beyond(losses: Mapping[float, float]) -> float | None:
 def _prepare_data(parsed: Parsed) -> Request:
     """Return the request with the flags of the data; builds the default corpus if no data are given."""
     request = parsed.request
-    data_options = read_training_flags(request.training_flags).data
-    if data_options.data_path or data_options.train_data_path or data_options.streaming:
+    given = read_training_flags(request.training_flags)
+    if given["data_path"] or given["train_data_path"] or given["streaming"]:
         return request
     folder = request.output_dir / "data"
     vocabularies = {find_size(size).vocab_size for size in parsed.grid.sizes}

@@ -26,7 +26,7 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.command_line import flag_words
-from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
+from megatron_ladder.config.run import RunConfig, parse_run, read_run, resolve_run
 from megatron_ladder.errors import ErrorCollector, ExitCode, Problem, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import end_children, start_child
@@ -109,9 +109,9 @@ class Request:
 
 
 @functools.cache
-def read_training_flags(words: tuple[str, ...]) -> RunFlags:
+def read_training_flags(words: tuple[str, ...]) -> Mapping[str, Any]:
     """Parse the flags after -- as the trainer does, with placeholders for its required flags."""
-    return parse_run([*_PLACEHOLDERS, *words])
+    return parse_run([*_PLACEHOLDERS, *words]).values
 
 
 def training_flag_errors(words: Sequence[str]) -> list[Problem]:
@@ -120,9 +120,9 @@ def training_flag_errors(words: Sequence[str]) -> list[Problem]:
     with errors.collect():
         parse_run([*_PLACEHOLDERS, *words])
     # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
-    words_of_flags = read_run_words(words).words
+    settings = read_run(words)
     problem = "a study sets this flag for each trial: remove it, see --help"
-    set_twice = [name for name in _STUDY_FIELDS if name in words_of_flags]
+    set_twice = [name for name in _STUDY_FIELDS if name in {*settings.given, *settings.faulty}]
     errors.add(*(Problem({name: None}, "{} after --", problem) for name in set_twice))
     return errors.problems
 
@@ -156,7 +156,7 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
     dense = {name: shape_flags[name] for name in _DENSE_FIELDS}
     experts = {name: shape_flags[name] for name in _EXPERT_FIELDS if shape_flags[name] != getattr(ModelFlags, name)}
     wiring = NAMED_WIRINGS[trial.wiring]
-    tensor_parallel = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
+    tensor_parallel = read_training_flags(request.training_flags)["tensor_model_parallel_size"]
     ranks = max(tensor_parallel, wiring.fewest_ranks)
     return [
         *flag_words(dense | experts),
@@ -178,9 +178,9 @@ def transferred_rate(rate: float, source: str, target: str) -> float:
 
 def resolve_trial(request: Request, trial: Trial) -> RunConfig:
     """Resolve a trial as the trainer will; raises UserError with one message per invalid value."""
-    flags = parse_run(trial_flags(request, trial))
-    processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    return resolve_run(flags, find_size(trial.size).vocab_size, processes)
+    settings = parse_run(trial_flags(request, trial))
+    processes = settings.values["tensor_model_parallel_size"] * settings.values["pipeline_model_parallel_size"]
+    return resolve_run(settings, find_size(trial.size).vocab_size, processes)
 
 
 def training_command(request: Request, flags: Sequence[str], ranks: int) -> list[str]:
