@@ -31,7 +31,7 @@ from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
 from megatron_ladder.flags import find_problems
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
-from megatron_ladder.generate.program import build_engine, check_hardware, new_request
+from megatron_ladder.generate.program import check_hardware, load_engine, new_request
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
@@ -317,7 +317,7 @@ class TextGenerator:
         if rank_info.launched:
             _check_no_process_groups("TextGenerator")
         try:
-            self.engine = build_engine(rank_info, options, self._stored)
+            self.engine = load_engine(rank_info, options, self._stored)
             """The engine, for requests of token ids."""
         except BaseException:
             if rank_info.launched:

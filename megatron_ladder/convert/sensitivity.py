@@ -28,7 +28,7 @@ from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
-from megatron_ladder.generate.program import build_engine, check_hardware
+from megatron_ladder.generate.program import check_hardware, load_engine
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.progress import ProgressBar, print_rank_0
@@ -50,7 +50,7 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     batches = read_batches(options, stored)
     with naming_lost_peers():
         # Some wirings have other sub-blocks of experts, with the same tensors.
-        with closing(build_engine(rank_info, model, stored, target)) as engine:
+        with closing(load_engine(rank_info, model, stored, target)) as engine:
             sensitivity = _measure(engine, target, batches, options)
         stop_process_group()
     if rank_info.rank == 0:

@@ -66,7 +66,7 @@ def compute_dtype(run: RunConfig) -> torch.dtype:
     return torch.bfloat16 if run.training.bf16 else torch.float32
 
 
-def build_model(
+def build_rank_model(
     run: RunConfig,
     mesh: ProcessMesh,
     device: torch.device,

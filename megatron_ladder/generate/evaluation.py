@@ -22,7 +22,7 @@ from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
-from megatron_ladder.generate.program import build_engine, check_hardware
+from megatron_ladder.generate.program import check_hardware, load_engine
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.progress import ProgressBar
@@ -161,7 +161,7 @@ def _environment(others: OtherRanks | None) -> Iterator[None]:
 
 def _join(place: RankInfo, options: ModelOptions, stored: StoredModel) -> tuple[GenerationEngine, CommGroup]:
     """Return this rank's engine, and a group in which ranks wait for calls."""
-    engine = build_engine(place, options, stored)
+    engine = load_engine(place, options, stored)
     return engine, engine.group.over_gloo(_TIMEOUT)
 
 

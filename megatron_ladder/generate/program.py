@@ -73,14 +73,14 @@ def generate(options: GenerateOptions) -> None:
         stored = replace(stored, eos_ids=stored.eos_ids | encoder.turn_ends)
         if encoder.is_chat and not (stored.answers_end or encoder.turn_ends or options.sampling.stop):
             stored = replace(stored, warnings=(*stored.warnings, f"{OPEN_ANSWERS} (--stop)"))
-    prompts = _read_prompts(options, stored, encoder, None) if options.prompts.given else None
+    prompts = _read_checked_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
-        with closing(build_engine(rank_info, options.model, stored)) as engine:
+        with closing(load_engine(rank_info, options.model, stored)) as engine:
             if encoder is not None and options.prompts.interactive:
                 _converse(engine, encoder, options, stored)
             else:
                 if prompts is None:
-                    prompts = _read_standard_input(engine, partial(_read_prompts, options, stored, encoder))
+                    prompts = _read_standard_input(engine, partial(_read_checked_prompts, options, stored, encoder))
                 (_score if options.output.score else _continue)(engine, prompts, options, stored)
         stop_process_group()
 
@@ -121,7 +121,7 @@ def _dtype_name(options: ModelOptions, device: torch.device) -> str:
     return options.dtype or ("bf16" if device.type == "cuda" else "fp32")
 
 
-def build_engine(
+def load_engine(
     rank_info: RankInfo, options: ModelOptions, stored: StoredModel, rewired: ModelConfig | None = None
 ) -> GenerationEngine:
     """Load this rank's part of the model, after joining the other ranks if there are any.
@@ -154,7 +154,7 @@ def build_engine(
     return GenerationEngine(model, mesh, stored.tokenizer, new_graph)
 
 
-def _read_prompts(
+def _read_checked_prompts(
     options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None, standard_input: str | None
 ) -> list[Prompt]:
     prompts = read_prompts(options.prompts, encoder, standard_input)

@@ -192,7 +192,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
             teacher = open_teacher(Path(findings.teacher))
             errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
-        sources = _open_sources(run, tokenizer)
+        sources = _open_checked_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer, rank_info.rank)
         if run.logging.skip_train and run.logging.sample_prompts is None and not sources.valid:
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
@@ -291,7 +291,7 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
             errors.add(f"{flag} {folder}: cannot be written to: {problem}: give another directory")
 
 
-def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
+def _open_checked_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
     parts = []
     if not (data.streaming or run.logging.skip_train):

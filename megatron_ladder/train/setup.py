@@ -20,7 +20,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
+from megatron_ladder.engine.build import build_engine, build_mesh, build_rank_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.errors import UserError
@@ -82,7 +82,7 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
         _check_shared(run.checkpoint.save, mesh.world)
     teacher = inputs.teacher
     distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
-    model = build_model(run, mesh, device, span, distillation=distillation)
+    model = build_rank_model(run, mesh, device, span, distillation=distillation)
     engine, optimizer_description = build_engine(run, model, mesh, device)
     peers.pipeline = mesh.pipeline
     guard = Guard(run.reliability)

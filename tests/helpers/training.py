@@ -20,7 +20,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.data.samples import SampleRows, Samples
-from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
+from megatron_ladder.engine.build import build_engine, build_rank_model, start_deepspeed
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.profile import named_for_profiler
@@ -89,7 +89,7 @@ def build_trainer_here(
     distillation = None
     if teacher is not None:
         distillation = build_distillation(run, StoredTeacher(Path(), teacher.config, teacher), mesh, device)
-    model = build_model(run, mesh, device, span, distillation=distillation)
+    model = build_rank_model(run, mesh, device, span, distillation=distillation)
     if weights is not None:
         with gathered(model.parameters(), written=True):
             fill_slices(model, weights)

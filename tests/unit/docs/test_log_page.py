@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.sections import TrainingConfig
-from megatron_ladder.engine.build import build_model
+from megatron_ladder.engine.build import build_rank_model
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.stack import BODIES
 from megatron_ladder.train.log import RunLog
@@ -35,7 +35,7 @@ def log_a_step(run: RunConfig, folder: Path, everything: bool) -> None:
     """Log the first step of a run, with everything that only some runs know."""
     mesh = ProcessMesh.single()
     distillation = mock.MagicMock() if everything else None
-    model = build_model(run, mesh, torch.device("meta"), distillation=distillation)
+    model = build_rank_model(run, mesh, torch.device("meta"), distillation=distillation)
     result = StepResult(
         1.0,
         1e-3,

@@ -207,5 +207,5 @@ def test_ranks_of_a_model_with_experts_need_equal_sums(
 
     monkeypatch.setattr(program, "select_all_reduce", select)
     stored = open_model(checkpoint, None, None)
-    program.build_engine(RankInfo(0, 1, 0), ModelOptions(checkpoint), stored).close()
+    program.load_engine(RankInfo(0, 1, 0), ModelOptions(checkpoint), stored).close()
     assert needed == [experts > 0]

@@ -20,7 +20,7 @@ from ladder_lab.dry_run.replay import RankProgram
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
+from megatron_ladder.engine.build import build_engine, build_mesh, build_rank_model, start_deepspeed
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.operations import with_norm
 from megatron_ladder.train.setup import Trainer
@@ -89,7 +89,7 @@ def run_rank(run: RunConfig, rank: int) -> RankRecord:
     with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
         # The run, as on its devices.
         mesh = build_mesh(run, META)
-        model = build_model(run, mesh, META, recorder.span, OPERATIONS)
+        model = build_rank_model(run, mesh, META, recorder.span, OPERATIONS)
         engine, _ = build_engine(run, model, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine)
         if run.needs_deepspeed:
