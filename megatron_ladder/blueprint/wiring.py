@@ -95,7 +95,7 @@ class WiredSubBlock(NamedTuple):
     """Whether the stream is the same on all tensor-parallel ranks once the output is added."""
     joins_next: bool = False
     """Whether its output travels in the sum of the next sub-block's, together with which it is seen."""
-    shares_reading: bool = False
+    shares_input: bool = False
     """Whether it takes the normed stream of the sub-block before it, which has the same norm and reads the same."""
 
 
@@ -178,7 +178,7 @@ class Wiring:
             # Under the routed experts, attention's sum runs alone.
             if kind is _ATTENTION and following == (layer, _ROUTED):
                 return False
-            return following[0] == layer and plan.first_reads[index] == plan.first_reads[index + 1]
+            return following[0] == layer and plan.arrivals[index] == plan.arrivals[index + 1]
 
         def shares(index: int) -> bool:
             (before, earlier), (layer, kind) = sub_blocks[index - 1], sub_blocks[index]
@@ -214,11 +214,11 @@ def _limit_to_unseen(may_miss: Iterable[Iterable[int]]) -> Iterator[tuple[int, .
 class ReadPlan:
     """When each output enters the stream: everything forward and backward need to know about a wiring.
 
-    Sub-blocks and their outputs are numbered through the model. Read `count`, after the last sub-block, is the head's.
+    The position of a sub-block and of its output is its number in the model; position `count` is that of the head.
     """
 
-    first_reads: tuple[int, ...]
-    """For each output, the first read that sees it."""
+    arrivals: tuple[int, ...]
+    """For each output, the first position that sees it."""
 
     @staticmethod
     def of(missing: Iterable[Sequence[int]]) -> "ReadPlan":
@@ -230,37 +230,37 @@ class ReadPlan:
                 raise ValueError(f"sub-block {index} misses output {wrong} before it, which does not exist or was seen")
         return ReadPlan(
             tuple(
-                next((read for read in range(output + 1, len(sets)) if read - output not in sets[read]), len(sets))
+                next((later for later in range(output + 1, len(sets)) if later - output not in sets[later]), len(sets))
                 for output in range(len(sets))
             )
         )
 
     @cached_property
-    def _arrivals(self) -> dict[int, list[int]]:
-        arrivals: dict[int, list[int]] = {}
-        for output, read in enumerate(self.first_reads):
-            arrivals.setdefault(read, []).append(output)
-        return arrivals
+    def _arriving(self) -> dict[int, list[int]]:
+        arriving: dict[int, list[int]] = {}
+        for output, position in enumerate(self.arrivals):
+            arriving.setdefault(position, []).append(output)
+        return arriving
 
-    def arriving(self, read: int) -> Sequence[int]:
-        """Return the outputs that a read is the first to see, oldest first."""
-        return self._arrivals.get(read, ())
+    def arriving(self, position: int) -> Sequence[int]:
+        """Return the outputs that a sub-block is the first to see, oldest first."""
+        return self._arriving.get(position, ())
 
     @cached_property
     def _missing(self) -> list[list[int]]:
         missing = list[list[int]]([[]])
-        for read in range(1, len(self.first_reads) + 1):
-            missing.append([output for output in (*missing[-1], read - 1) if self.first_reads[output] > read])
+        for position in range(1, len(self.arrivals) + 1):
+            missing.append([output for output in (*missing[-1], position - 1) if self.arrivals[output] > position])
         return missing
 
-    def missing(self, read: int) -> Sequence[int]:
-        """Return the outputs of earlier sub-blocks that a read does not see, oldest first; they cross a cut there."""
-        return self._missing[read]
+    def missing(self, position: int) -> Sequence[int]:
+        """Return the earlier outputs that a sub-block does not see, oldest first; they cross a cut before it."""
+        return self._missing[position]
 
     @cached_property
     def in_order(self) -> bool:
         """Whether no output is seen before an older one."""
-        return all(earlier <= later for earlier, later in itertools.pairwise(self.first_reads))
+        return all(earlier <= later for earlier, later in itertools.pairwise(self.arrivals))
 
 
 def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:

@@ -17,7 +17,7 @@ No process group is bound to a device (`device_id` of torch's functions): then o
 carry all messages of a rank, and each would wait for those with other ranks before it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -56,15 +56,6 @@ class ProcessMesh:
         if self.sequence_parallel and self.tensor.size > 1:
             return ShardedStream(self.tensor)
         return StreamLayout(self.tensor)
-
-    def of_lane(self, lane: int, lanes: int) -> "ProcessMesh":
-        """Return the mesh for building lane `lane` of this rank, of `lanes` on all tensor-parallel ranks.
-
-        Its tensor-parallel group describes the lane's slices of tensors. It cannot communicate: it has no process
-        group.
-        """
-        first = self.tensor.rank * (lanes // self.tensor.size)
-        return replace(self, tensor=CommGroup(range(lanes), first + lane, None))
 
     @staticmethod
     def single() -> "ProcessMesh":

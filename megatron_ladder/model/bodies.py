@@ -29,7 +29,7 @@ def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnPa
 
 
 def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> RowParallelLinear:
-    return RowParallelLinear(branch.output, build, tensors.wired.leaves_shared and not build.config.lanes)
+    return RowParallelLinear(branch.output, build, tensors.wired.leaves_shared)
 
 
 class _AttentionHeads(nn.Module):

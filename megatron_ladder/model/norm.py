@@ -4,8 +4,8 @@
 
 The weight [n] is the same on every tensor-parallel rank. Its gradient is complete on every rank if all ranks normalise
 the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, or
-the streams of its own lanes, the gradient is a partial sum (`Section.is_partial`). A norm that reads a per-rank
-residual stream has one weight per rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
+another input, the gradient is a partial sum (`Section.is_partial`). A norm of a per-rank residual stream has one weight
+per rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class RMSNorm(ParallelModule):
     ) -> None:
         """`tensor` is one weight or has a row per rank. `epsilon` is by default that of the model.
 
-        With `own_input` each rank normalises its own heads, or its own stream with a weight that all ranks share.
+        With `own_input` each rank normalises its own heads, or another input with a weight that all ranks share.
         """
         super().__init__(build)
         self.operations = build.operations

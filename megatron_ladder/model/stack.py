@@ -5,6 +5,7 @@ cut misses, cross it as one tensor. These outputs cross unreduced: the next rang
 its first sub-block. Outside the rule is desync, which has a separate walk (`desync.py`).
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
+from megatron_ladder.model.own_partials import LaneBodies, LaneNorm, OwnPartialsRecord, walk_own_partials
 from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
 
@@ -57,28 +59,19 @@ class StackOptions:
     """Names sub-blocks for a profiler."""
 
 
-def _body_name(kind: SubBlockKind, lane: int) -> str:
-    return f"{kind.value}_{lane}" if lane else kind.value
-
-
 class _TransformerLayer(nn.Module):
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
-        self._reads_own = build.config.lanes > 0
-        self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
         number = sum(kind.attends for kinds in build.config.layer_kinds[:layer] for kind in kinds)
+        has_lanes = build.config.lanes > 0
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
             if not tensors.shares_norm:
-                self.norms[kind.norm] = RMSNorm(build, tensors.norm, own_input=self._reads_own)
-            for lane in self._lanes:
-                lane_build = build
-                if len(self._lanes) > 1:
-                    lane_build = replace(build, mesh=build.mesh.of_lane(lane, build.config.lanes))
-                body = BODIES[kind](lane_build, number * len(self._lanes) + lane, tensors)
-                self.bodies[_body_name(kind, lane)] = body
+                self.norms[kind.norm] = (LaneNorm if has_lanes else RMSNorm)(build, tensors.norm)
+            new_body = functools.partial(LaneBodies, BODIES[kind]) if has_lanes else BODIES[kind]
+            self.bodies[kind.value] = new_body(build, number, tensors)
             number += kind.attends
 
     def sub_blocks(
@@ -87,9 +80,8 @@ class _TransformerLayer(nn.Module):
         for wired in wired_sub_blocks:
             kind = wired.kind
             norm: Any = self.norms[kind.norm]
-            lanes: list[Any] = [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
-            of_kind = f"{name}.{kind.value}"
-            yield SubBlock(wired, norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, of_kind, span)
+            body: Any = self.bodies[kind.value]
+            yield SubBlock(wired, norm, body, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
 
 
 class TransformerStack(nn.Module):
@@ -118,10 +110,18 @@ class TransformerStack(nn.Module):
         self.mesh = mesh
         self.layout = mesh.stream
         self.side_queue: CudaSideQueue | None = None
-        self._reads_own = config.lanes > 0
-        self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"
         self._mirrors = options.tp_overlap and options.mirrored_backward and mesh.tensor.size > 1 and not self.desync
+        self._marks_norms = self._mirrors and mesh.stream.shards == 1
+        """Whether only some norms have partial gradients: those of sub-blocks whose gradients cross cuts unreduced."""
+        self._slots_per_output = mesh.stream.shards
+        self._walk = walk
+        self._record = ForwardRecord
+        if config.lanes:
+            self._mirrors, self._marks_norms = True, False
+            self._slots_per_output = local_lanes(config, mesh.tensor.size)
+            self._walk = walk_own_partials
+            self._record = OwnPartialsRecord
         self._chunks = chunks
         self._firsts = [sum(map(len, wired[: layers.start])) for layers in chunks]
         """The first sub-block of each chunk."""
@@ -133,16 +133,19 @@ class TransformerStack(nn.Module):
         self.plan = plan_reads(wired_layers)
         self._wired = wired_layers
         self._steps = [[*self._steps_of(layers)] for layers in self._chunks]
-        if not self._mirrors or self._reads_own or self.layout.shards > 1:
+        self._crossing_norms: list[set[RMSNorm]] = [set() for _ in self._chunks]
+        """For each chunk the norms with partial gradients, if only some norms have them."""
+        if not self._marks_norms:
             return
-        for steps, first in zip(self._steps, self._firsts, strict=True):
+        for chunk, (steps, first) in enumerate(zip(self._steps, self._firsts, strict=True)):
             crossing = MirrorPlan.of(self.plan, first, first + len(steps), sharded=False).crossing_norms(steps, first)
+            self._crossing_norms[chunk] = crossing
             for norm in {step.norm for step in steps}:
                 (section,) = norm.sections["weight"]
                 norm.sections["weight"] = (replace(section, is_partial=norm in crossing),)
 
     def slots_in(self, chunk: int) -> int:
-        """Number of slots of the state that enters a chunk: the stream, and the parts of the missing outputs."""
+        """Number of slots of the state that enters a chunk: the stream, and the missing outputs."""
         return self._slots_before(self._firsts[chunk])
 
     def slots_out(self, chunk: int) -> int:
@@ -150,7 +153,7 @@ class TransformerStack(nn.Module):
         return self._slots_before(self._firsts[chunk] + len(self._steps[chunk]))
 
     def _slots_before(self, sub_block: int) -> int:
-        return 1 + len(self.plan.missing(sub_block)) * self._parts
+        return 1 + len(self.plan.missing(sub_block)) * self._slots_per_output
 
     def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> tuple[Tensor, PassStats]:
         """Map the state that enters a chunk to the one that leaves it, and to the sums of what its bodies return."""
@@ -162,11 +165,12 @@ class TransformerStack(nn.Module):
             return walk_desync(state[0], steps, context).unsqueeze(0), PassStats()
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
         trains = torch.is_grad_enabled() and (state.requires_grad or any(step.trains for step in steps))
-        if trains and (self._mirrors or self._reads_own):
-            record = ForwardRecord(steps, context, self.plan, first, launch, queue, state.requires_grad)
+        if trains and self._mirrors:
+            norms = self._crossing_norms[chunk]
+            record = self._record(steps, context, self.plan, first, launch, queue, state.requires_grad, norms)
             return walk_mirrored(state, record)
         with torch.set_grad_enabled(trains):
-            return walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
+            return self._walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
 
     def sub_blocks(self, chunk: int = 0) -> Sequence[SubBlock]:
         """Return the steps of all layers of a chunk."""

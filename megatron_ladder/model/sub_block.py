@@ -8,16 +8,15 @@ Ladder, in which each sub-block misses the output of its predecessor (`~~~` is t
 
     for each sub-block i:
         r = r + wait(y_j)                for the outputs j that sub-block i is the first to see
-        y_i = launch(h_i(r))             with own partials: h_i(r + this rank's parts of what is missing from r)
+        y_i = launch(h_i(r))
 
 Layouts: the stream and the outputs added to it are [s, b, h], or this rank's positions of that (`comm/stream.py`);
 bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the missing outputs as
-unreduced partial sums, [1 + pending x parts, s / shards, b, h]. An output has as many parts as the stream has shards
-(its positions), or, with own partials, as the rank has lanes.
+unreduced partial sums, [1 + pending x shards, s / shards, b, h]. A sub-block's position is its number in the model.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -46,7 +45,7 @@ class StateCache(Protocol):
     def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store what new positions add to a state, and return the state that they see.
 
-        `number` counts the sub-blocks of a kind, and those of each lane.
+        `number` counts the states of a rank.
         """
 
 
@@ -97,24 +96,12 @@ class Body(nn.Module):
     __call__: Callable[..., BodyOutput]
 
 
-class Output(NamedTuple):
-    """An output that is missing from the stream."""
-
-    whole: InFlight
-    """The sum of the output over the ranks."""
-    own: tuple[Tensor, ...] = ()
-    """With own partials, the parts of this rank's lanes, which the sub-blocks that miss the output read."""
-
-
 class SubBlock(NamedTuple):
     """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
 
     wired: WiredSubBlock
     norm: RMSNorm
-    lanes: Sequence[Body]
-    """The body; with own partials, one for each lane of this rank."""
-    reads_own: bool
-    """Own partials: each lane adds its parts of the missing outputs to what it reads."""
+    body: Body
     group: CommGroup
     """The ranks that its output is summed over."""
     layout: StreamLayout
@@ -130,39 +117,19 @@ class SubBlock(NamedTuple):
         return self.span(f"{self.name} {activity}")
 
     @property
-    def shares_reading(self) -> bool:
-        """Whether it takes the normed stream of the sub-block before it; a recomputed one reads by itself."""
-        return self.wired.shares_reading and not self.recompute
-
-    @property
-    def body(self) -> Body:
-        """The only body; fails with several lanes."""
-        (body,) = self.lanes
-        return body
+    def shares_input(self) -> bool:
+        """Whether it takes the normed stream of the sub-block before it; a recomputed one norms the stream itself."""
+        return self.wired.shares_input and not self.recompute
 
     @property
     def trains(self) -> bool:
         """Whether some of its weights train."""
-        return any(weight.requires_grad for module in (self.norm, *self.lanes) for weight in module.parameters())
+        return any(weight.requires_grad for module in (self.norm, self.body) for weight in module.parameters())
 
     @property
     def recomputes(self) -> bool:
         """Whether this forward pass keeps only the input."""
         return self.recompute and torch.is_grad_enabled()
-
-    def reads(self, stream: Tensor, missing: Iterable[Output]) -> list[Tensor]:
-        """Return what each lane reads."""
-        lane_reads = [stream for _ in self.lanes]
-        for output in missing if self.reads_own else ():
-            lane_reads = [read + part for read, part in zip(lane_reads, output.own, strict=True)]
-        return lane_reads
-
-    def start_sum(self, parts: Sequence[Tensor], launch: Launch) -> Output:
-        """Start the sum of an output, or of the gradient of a read, of which each lane has a part."""
-        if not self.reads_own:
-            return Output(launch(parts[0]))
-        # Not in place, because the parts are read.
-        return Output(launch(functools.reduce(torch.add, parts) if len(parts) > 1 else parts[0].clone()), tuple(parts))
 
     def compute(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> BodyOutput:
         """Norm a stream and run the body.
@@ -184,26 +151,24 @@ class SubBlock(NamedTuple):
         return output
 
 
-Reading = TypeVar("Reading")
-"""What a sub-block has read: the stream, between its norm and the first product of the body."""
+Input = TypeVar("Input")
+"""What a sub-block computes from: the stream, on its way through the norm to the first product of the body."""
 
 
-class ForwardPass(Protocol[Reading]):
+class ForwardPass(Protocol[Input]):
     """How a walk computes its sub-blocks, and what it keeps for backward."""
 
     @property
     def steps(self) -> Sequence[SubBlock]:
         """The sub-blocks, in order."""
 
-    def read(
-        self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
-    ) -> tuple[Tensor, Reading]:
+    def start_input(self, step: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Input]:
         """Add `output` to the stream if there is one, norm the stream for a step and start to gather it.
 
-        `missing` are the outputs that the stream then lacks. Return the stream after the addition, and the reading.
+        Return the stream after the addition, and the input.
         """
 
-    def start(self, step: int, reading: Reading, launch: Launch) -> tuple[Output, PassStats]:
+    def start_output(self, step: int, input: Input, launch: Launch) -> tuple[InFlight, PassStats]:
         """Run the body of a step and launch the sum of its output.
 
         The sum may overwrite the partial sum: no graph may depend on its values.
@@ -211,45 +176,47 @@ class ForwardPass(Protocol[Reading]):
 
 
 class AutogradPass(NamedTuple):
-    """The forward pass whose backward is left to autograd, and the one without a backward, as always with own parts.
+    """The forward pass whose backward is left to autograd, and the one without a backward.
 
-    A reading is the stream, and its normed reads, [s, b, h], in flight. If norm and body are computed together, and
-    again in backward, there are none.
+    An input is the stream, and the normed stream, [s, b, h], in flight. If norm and body are computed together, and
+    again in backward, there is only the stream.
     """
 
     steps: Sequence[SubBlock]
     context: SequenceContext
 
-    def read(
-        self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
-    ) -> tuple[Tensor, tuple[Tensor, list[InFlight]]]:
-        """See `ForwardPass.read`."""
+    def start_input(
+        self, step: int, stream: Tensor, output: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, InFlight | None]]:
+        """See `ForwardPass.start_input`."""
         sub_block = self.steps[step]
-        norm = sub_block.norm
-        if not sub_block.recomputes and not sub_block.reads_own:
-            stream, normed = (stream, norm(stream)) if output is None else norm(stream, output=output)
-            return stream, (stream, [sub_block.layout.start_read(normed)])
-        stream = stream if output is None else stream + output
-        reads = [] if sub_block.recomputes else sub_block.reads(stream, missing)
-        return stream, (stream, [InFlight(norm(read), None) for read in reads])
-
-    def start(self, step: int, reading: tuple[Tensor, list[InFlight]], launch: Launch) -> tuple[Output, PassStats]:
-        """See `ForwardPass.start`."""
-        sub_block = self.steps[step]
-        stream, reads = reading
-        if reads:
-            body_outputs = [body(read.wait(), self.context) for body, read in zip(sub_block.lanes, reads, strict=True)]
+        if sub_block.recomputes:
+            stream = stream if output is None else stream + output
+            return stream, (stream, None)
+        if output is None:
+            normed = sub_block.norm(stream)
         else:
-            body_outputs = [sub_block.compute(stream, self.context)]
-        output = sub_block.start_sum([body_output.partial for body_output in body_outputs], launch)
-        stats = functools.reduce(PassStats.plus, (body_output.stats for body_output in body_outputs))
+            stream, normed = sub_block.norm(stream, output=output)
+        return stream, (stream, sub_block.layout.start_read(normed))
+
+    def start_output(
+        self, step: int, input: tuple[Tensor, InFlight | None], launch: Launch
+    ) -> tuple[InFlight, PassStats]:
+        """See `ForwardPass.start_output`."""
+        sub_block = self.steps[step]
+        stream, normed = input
+        if normed is None:
+            partial, stats, _ = sub_block.compute(stream, self.context)
+        else:
+            partial, stats, _ = sub_block.body(normed.wait(), self.context)
+        in_flight = launch(partial)
         shared = {name: share_gradient(loss, sub_block.group) for name, loss in stats.losses.items()}
-        return output, stats._replace(losses=shared)
+        return in_flight, stats._replace(losses=shared)
 
 
 def walk(
     state: Tensor,
-    forward: ForwardPass[Reading],
+    forward: ForwardPass[Input],
     plan: ReadPlan,
     first: int,
     launch: Launch,
@@ -259,68 +226,66 @@ def walk(
 
     Args:
         state: the stream, and the outputs that are missing from it.
-        first: number of the first sub-block of the range in the plan.
+        first: position of the first sub-block of the range.
         launch: starts to sum a partial sum over the ranks.
-        queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the plan
-            allows it; None reads when the sub-block starts.
+        queue: prepares the input of the next sub-block (wait, add, norm, gather) under the current one where the plan
+            allows it; None prepares it when the sub-block starts.
 
     Returns:
         The state that leaves, whose missing outputs are unreduced, and the sums of what the bodies return.
     """
     steps, last = forward.steps, first + len(forward.steps)
-    # Outputs that enter and leave may include some that this range neither makes nor reads.
-    leaving = plan.missing(last)
+    # Outputs that enter and leave may include some that this range neither makes nor sees.
+    entering, leaving = plan.missing(first), plan.missing(last)
     stream = state[0]
     stats = PassStats()
-    pending = dict[int, Output]()
-    ahead = list[Reading]()
+    pending = dict[int, InFlight]()
+    ahead = list[Input]()
     joined: Tensor | None = None
-    for number, parts in zip(plan.missing(first), output_parts(state, steps[0]), strict=True):
-        whole = parts.unbind(0) if steps[0].reads_own else [parts.flatten(0, 1).clone()]
-        pending[number] = steps[0].start_sum(whole, leave_unreduced if number in leaving else launch)
+    for output, slots in zip(entering, output_slots(state, len(entering)), strict=True):
+        pending[output] = (leave_unreduced if output in leaving else launch)(slots.flatten(0, 1).clone())
 
-    def read(number: int) -> Reading:
+    def start_input(position: int) -> Input:
         nonlocal stream
-        arriving = [output for output in plan.arriving(number) if output in pending] if number > first else []
+        arriving = [output for output in plan.arriving(position) if output in pending] if position > first else []
         for output in arriving[:-1]:
-            stream = stream + pending.pop(output).whole.wait()
-        newest = pending.pop(arriving[-1]).whole.wait() if arriving else None
-        with steps[number - first].named("norm forward"):
-            stream, reading = forward.read(number - first, stream, newest, pending.values())
-        return reading
+            stream = stream + pending.pop(output).wait()
+        newest = pending.pop(arriving[-1]).wait() if arriving else None
+        with steps[position - first].named("norm forward"):
+            stream, input = forward.start_input(position - first, stream, newest)
+        return input
 
-    for number, step in enumerate(steps, start=first):
-        # Read, or take what was read ahead.
+    for position, step in enumerate(steps, start=first):
+        # Prepare the input, or take the one that was prepared ahead.
         if queue is not None and ahead:
             queue.join()
-        if not step.shares_reading or number == first:
-            reading = ahead.pop() if ahead else read(number)
-        reads_next = number + 1 < last and not steps[number + 1 - first].shares_reading
-        if queue is not None and reads_next and number not in plan.arriving(number + 1):
-            ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
+        if not step.shares_input or position == first:
+            input = ahead.pop() if ahead else start_input(position)
+        next_has_input = position + 1 < last and not steps[position + 1 - first].shares_input
+        if queue is not None and next_has_input and position not in plan.arriving(position + 1):
+            ahead.append(queue.run(functools.partial(start_input, position + 1), uses=(stream, *pending.values())))
         # Compute, and launch the sum of the output, with that of a joined one.
-        launch_sum = leave_unreduced if step.wired.joins_next or number in leaving else launch
+        launch_sum = leave_unreduced if step.wired.joins_next or position in leaving else launch
         if joined is not None:
             launch_sum = functools.partial(_launch_together, launch_sum, joined)
         with step.named("forward"):
-            output, step_stats = forward.start(number - first, reading, launch_sum)
+            in_flight, step_stats = forward.start_output(position - first, input, launch_sum)
         stats = stats.plus(step_stats)
-        joined = output.whole.partial if step.wired.joins_next else None
+        joined = in_flight.partial if step.wired.joins_next else None
         if joined is None:
-            pending[number] = output
-    # Leave with the outputs that the next read misses.
-    for arrived in plan.arriving(last):
-        if arrived in pending:
-            stream = stream + pending.pop(arrived).whole.wait()
-    parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
-    return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)]), stats
+            pending[position] = in_flight
+    # Leave with the outputs that the next sub-block misses.
+    for output in plan.arriving(last):
+        if output in pending:
+            stream = stream + pending.pop(output).wait()
+    partials = [in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending.values()]
+    return torch.cat([stream.unsqueeze(0), *partials]), stats
 
 
 def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:
     return launch(joined + partial)
 
 
-def output_parts(state: Tensor, step: SubBlock) -> Sequence[Tensor]:
-    """Return the parts of each missing output in a state, or of each gradient in that of a state: [parts, s, b, h]."""
-    count = len(step.lanes) * step.layout.shards
-    return [state[start : start + count] for start in range(1, len(state), count)]
+def output_slots(state: Tensor, outputs: int) -> Sequence[Tensor]:
+    """Return the slots of each missing output in a state, or of its gradient in that of a state, [slots, s, b, h]."""
+    return state[1:].chunk(outputs) if outputs else ()

@@ -76,7 +76,7 @@ class RowParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(self, matrix: Matrix, placement: Placement, equal_gradients: bool = True) -> None:
-        """`equal_gradients` is False if each rank continues with its own partial sum, so that gradients differ."""
+        """`equal_gradients` is False if the gradients of the ranks' partial sums differ."""
         super().__init__(placement)
         self.linear = placement.linear
         self.equal_gradients = equal_gradients

@@ -110,9 +110,9 @@ def _overlap(run: RunConfig) -> str:
         return "nothing to hide: one tensor-parallel process"
     if not run.parallel.tp_overlap:
         return "off: every sum over the ranks is waited for at once"
-    first_reads = plan_reads(run.model.wired_layers).first_reads
-    late = sum(read > output + 1 for output, read in enumerate(first_reads))
-    return f"the sums of {late} of {len(first_reads)} sub-blocks run under later ones, forward and backward"
+    arrivals = plan_reads(run.model.wired_layers).arrivals
+    late = sum(position > output + 1 for output, position in enumerate(arrivals))
+    return f"the sums of {late} of {len(arrivals)} sub-blocks run under later ones, forward and backward"
 
 
 class RunLog:

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """A random model and how it is computed."""
 
     config: ModelConfig
-    first_reads: tuple[int, ...]
+    arrivals: tuple[int, ...]
     missing: tuple[tuple[int, ...], ...]
     joined: tuple[bool, ...]
     """Whether each output travels in the sum of the next one."""
@@ -94,8 +94,8 @@ def wired(case: Case) -> list[tuple[WiredSubBlock, ...]]:
     sets = iter(zip(case.missing, case.joined, case.shares, strict=True))
 
     def changed(one: WiredSubBlock) -> WiredSubBlock:
-        missing, joins_next, shares_reading = next(sets)
-        return one._replace(missing=missing, joins_next=joins_next, shares_reading=shares_reading)
+        missing, joins_next, shares_input = next(sets)
+        return one._replace(missing=missing, joins_next=joins_next, shares_input=shares_input)
 
     return [tuple(map(changed, layer)) for layer in case.config.wired_layers]
 
@@ -131,7 +131,7 @@ def test_random_wirings(gloo_pools: GlooPools, seeds: range, ranks: int) -> None
     results = gloo_pools(ranks).run(run_cases, seeds, ranks)
     for seed, *of_ranks in zip(seeds, *results, strict=True):
         case = random_case(seed, ranks)
-        assert ReadPlan.of(case.missing).first_reads == case.first_reads
+        assert ReadPlan.of(case.missing).arrivals == case.arrivals
         reference = replace(ReferenceConfig.like(case.config), missing=case.missing)
         weights = make_weights(reference, seed, torch.float64)
         loss, gradients = reference_gradients(weights, reference, *inputs(seed), total_targets=1.0, total_tokens=1.0)
@@ -161,7 +161,7 @@ def test_an_output_is_waited_for_right_before_the_first_sub_block_that_sees_it(g
     seeds = range(40)
     for seed, events in zip(seeds, gloo_pools(2).run(events_of_cases, seeds)[0], strict=True):
         case = random_case(seed, 2)
-        reads, count = case.first_reads, len(case.first_reads)
+        reads, count = case.arrivals, len(case.arrivals)
         launched = [output for output in range(count) if not case.joined[output]]
         numbers = {output: number for number, output in enumerate(launched)}
         expected = []

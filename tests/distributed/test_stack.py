@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.model.backward import _BackwardWalk
+from megatron_ladder.model.own_partials import _OwnPartialsBackward
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import HYBRID, LADDER, PARALLEL, InlineQueue, recorded_model
@@ -75,8 +75,9 @@ def stack_events(
     for number, (step, hook) in enumerate(zip(steps, hooks, strict=True)):
         hook.remove()
         step.norm.register_forward_pre_hook(lambda *_, name=f"B{number}": group.events.append(name))
-        for name, parameter in step.body.named_parameters():
-            if name in ("qkv_proj.weight", "gate_up_proj.weight") and parameter.requires_grad:
+        for path, parameter in step.body.named_parameters():
+            is_first = path.removeprefix("lanes.0.") in ("qkv_proj.weight", "gate_up_proj.weight")
+            if is_first and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=f"D{number}": group.events.append(name))
     output.sum().backward()
 
@@ -128,7 +129,7 @@ STALENESS_2_BACKWARD = "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"
         ("lanes", STALENESS_2_FORWARD, STALENESS_2_BACKWARD),
         ("farskip-without-shared", LADDER_FORWARD, LADDER_BACKWARD),
         # Attention, shared, routed; attention, MLP; attention, shared, routed. Attention travels with what follows it,
-        # and the experts of a layer share a reading and its reduce, so two numbers are not used in backward.
+        # and the experts of a layer share an input and its reduce, so two numbers are not used in backward.
         (
             "farskip",
             "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4",
@@ -140,7 +141,7 @@ STALENESS_2_BACKWARD = "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"
             "B0 L0 B1 L1 W0 B2 L2 W1 W2 B3 L3 W3 B4 L4 W4 B5 L5 B6 L6 W5 B7 L7 W6 W7",
             "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0",
         ),
-        # Attention, routed, MLP, attention, MLP; the other layers without routed. Routed and MLP share a reading.
+        # Attention, routed, MLP, attention, MLP; the other layers without routed. Routed and MLP share an input.
         (
             "longcat",
             "B0 L0 W0 B1 L1 B2 L2 W2 B3 L3 W3 B4 L4 W1 W4 "
@@ -159,7 +160,7 @@ def test_reduces_stay_in_flight_and_backward_mirrors_forward(
             stack_events, config, StackOptions(recompute_layers=recompute), training
         ):
             assert found == forward
-            # Recomputed sub-blocks do not share a reading.
+            # Recomputed sub-blocks do not share an input.
             if not recompute or wiring not in ("farskip", "longcat"):
                 assert without("BD", mirrored) == (backward if training else "")
 
@@ -182,16 +183,16 @@ def test_recomputation_runs_under_the_reduces_and_repeats_none(gloo_pools: GlooP
         ("standard", r"layers\.0\.", "L5 D5 W5 L4 D4 W4 L3 D3 W3 L2 D2 W2"),
         ("standard", r"layers\.0\.|norm", "L5 D5 W5 L4 D4 W4 L3 D3 W3 D2"),
         ("standard", r"layers\.[02]\.", "L5 W5 L4 W4 L3 D3 W3 L2 D2 W2"),
-        # Reads 2 and 3 do not see output 2. They are reduced for their norms, after everything else.
+        # Inputs 2 and 3 lack output 2. They are reduced for their norms, after everything else.
         ("ladder", r"layers\.0\.", "L5 D5 L4 D4 W5 L3 D3 W4 L2 D2 W3 W2"),
         ("ladder", r"layers\.0\.|norm", "L5 D5 L4 D4 W5 D3 W4 D2"),
-        # Output 2 is only seen by read 4, and sub-block 3 keeps no graph.
+        # Only input 4 contains output 2, and sub-block 3 keeps no graph.
         ("ladder", r"layers\.[02]\.|1\.bodies\.mlp|norm", "L5 L4 W5 W4 D2"),
         ("ladder", r"layers\.[12]\.", "L5 L4 W5 L3 W4 L2 W3 L1 D1 W2 L0 D0 W1 W0"),
         ("staleness-2", r"layers\.0\.|norm", "L5 D5 D4 D3 W5 D2"),
-        # Read 3 gives its gradient to the part of output 2 that it has seen.
+        # Input 3 gives its gradient to the part of output 2 that it contains.
         ("ladder-lanes", r"layers\.0\.|norm", "L5 D5 L4 D4 W5 L3 D3 W4 D2 W3"),
-        # Sub-blocks 6 and 7 share a reading, and so do their numbers of launches; read 5 is the second one.
+        # Sub-blocks 6 and 7 share an input, and so do their numbers of launches; input 5 is the second one.
         ("farskip", r"layers\.0\.|norm", "L7 D6 L6 D5 W7 W6 D4 D3"),
     ],
 )
@@ -199,7 +200,7 @@ def test_backward_ends_where_nothing_below_trains(
     gloo_pools: GlooPools, wiring: str, frozen: str, backward: str
 ) -> None:
     config = small_model(num_layers=3, **WIRINGS[wiring])
-    # Recomputed sub-blocks do not share a reading.
+    # Recomputed sub-blocks do not share an input.
     for recompute in (0,) if wiring == "farskip" else (0, 3):
         for _, found in gloo_pools(2).run(
             stack_events, config, StackOptions(recompute_layers=recompute), True, False, frozen
@@ -262,38 +263,38 @@ def test_backward_of_a_sharded_stream_mirrors_the_forward_order(
 
 
 def middle_range_events(config: ModelConfig) -> tuple[str, list[int]]:
-    """Run forward and backward over layer 1 of 3, and return the launches and waits of backward, and how many reads
-    were kept unreduced after each sub-block."""
+    """Run forward and backward over layer 1 of 3, and return the launches and waits of backward, and how many unreduced
+    gradients were kept for outputs of the layer after each sub-block."""
     model, group = recorded_model(config, StackOptions(), layers=range(1, 2))
     # The stream, and the outputs of layer 0, which sub-block 2 misses.
     state = torch.randn(3, 12, 2, config.hidden_size, requires_grad=True)
     output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     group.events.clear()
     group.started = 0
-    unreduced: list[int] = []
-    differentiate = _BackwardWalk._differentiate
+    kept: list[int] = []
+    differentiate = _OwnPartialsBackward._differentiate
 
-    def counting(walk: _BackwardWalk, *args: Any) -> None:
+    def counting(walk: _OwnPartialsBackward, *args: Any) -> None:
         differentiate(walk, *args)
-        unreduced.append(len(walk._unreduced))
+        kept.append(len({id(unreduced) for inputs in walk._unreduced.values() for unreduced in inputs}))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_BackwardWalk, "_differentiate", counting)
+        patched.setattr(_OwnPartialsBackward, "_differentiate", counting)
         output.sum().backward()
-    return " ".join(group.events), unreduced
+    return " ".join(group.events), kept
 
 
-def test_reads_that_crossed_a_cut_are_reduced_in_the_order_of_their_use(gloo_pools: GlooPools) -> None:
-    """Reads 5 and 4 have crossed. Sub-block 3 needs neither of them, sub-block 2 read 5, and the range before both."""
-    for events, unreduced in gloo_pools(2).run(middle_range_events, small_model(num_layers=3, **STALENESS_2)):
-        assert (events, unreduced) == ("L0 L1 W0 W1", [0, 0])
+def test_gradients_that_crossed_a_cut_are_reduced_in_the_order_of_their_use(gloo_pools: GlooPools) -> None:
+    """Those of inputs 5 and 4. Sub-block 3 needs neither of them, sub-block 2 that of 5, and the range before both."""
+    for events, _ in gloo_pools(2).run(middle_range_events, small_model(num_layers=3, **STALENESS_2)):
+        assert events == "L0 L1 W0 W1"
 
 
-def test_own_partials_keep_only_reads_that_an_output_still_needs(gloo_pools: GlooPools) -> None:
-    """Read 5 misses output 3, which goes backward first."""
+def test_own_partials_keep_only_gradients_that_an_output_still_needs(gloo_pools: GlooPools) -> None:
+    """Input 5 misses output 3, which goes backward first; inputs 4 and 3 miss output 2."""
     config = small_model(num_layers=3, lanes=2, **STALENESS_2)
-    for events, unreduced in gloo_pools(2).run(middle_range_events, config):
-        assert (events, unreduced) == ("L0 L1 W0 W1", [1, 0])
+    for found in gloo_pools(2).run(middle_range_events, config):
+        assert found == ("L0 L1 W0 W1", [2, 0])
 
 
 class RecordingQueue(InlineQueue):

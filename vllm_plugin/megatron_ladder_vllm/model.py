@@ -302,9 +302,9 @@ class LadderDecoderLayer(nn.Module):
         names = (name for name in sub_block.kind.branches if name not in self.absent)
         return sorted(names, key="experts".__eq__)
 
-    def shares_reading(self, index: int) -> bool:
+    def shares_input(self, index: int) -> bool:
         """Return whether a sub-block takes the normed stream of the one before, which no experts have overwritten."""
-        return self.sub_blocks[index].shares_reading and "experts" not in self.sub_blocks[index - 1].kind.branches
+        return self.sub_blocks[index].shares_input and "experts" not in self.sub_blocks[index - 1].kind.branches
 
     def branch(self, name: str, positions: Tensor, normed: Tensor) -> Tensor:
         """Return this rank's part of one output [tokens, hidden_size]."""
@@ -322,7 +322,7 @@ class LadderDecoderLayer(nn.Module):
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
         normed = stream
         for index, sub_block in enumerate(self.sub_blocks):
-            if not self.shares_reading(index):
+            if not self.shares_input(index):
                 norm = getattr(self, norm_name(sub_block.kind))
                 missing = sub_block.missing
                 normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts and missing != ())

@@ -149,7 +149,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         LadderDecoderLayer, "branches", lambda layer, sub_block: sub_block.kind.branches
     ),
     "a sub-block reads what experts have read": lambda: patch.object(
-        LadderDecoderLayer, "shares_reading", lambda layer, index: layer.sub_blocks[index].shares_reading
+        LadderDecoderLayer, "shares_input", lambda layer, index: layer.sub_blocks[index].shares_input
     ),
     "no wait": lambda: patch.object(AllReduces, "wait", lambda *_: None),
     "no hold": lambda: patch.object(PendingOutputs, "hold", lambda *_: None),

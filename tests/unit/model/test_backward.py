@@ -54,10 +54,10 @@ def test_an_output_that_passes_through_a_range_leaves_its_reads_to_the_range_bef
 @pytest.mark.parametrize("seed", range(20))
 def test_ranges_agree_on_what_crosses(seed: int) -> None:
     dice = random.Random(seed)
-    first_reads = [min(output + dice.choice((1, 1, 2, 3)), 12) for output in range(12)]
+    arrivals = [min(output + dice.choice((1, 1, 2, 3)), 12) for output in range(12)]
     if seed % 2:
-        first_reads = [max(first_reads[: output + 1]) for output in range(12)]
-    wiring = ReadPlan(tuple(first_reads))
+        arrivals = [max(arrivals[: output + 1]) for output in range(12)]
+    wiring = ReadPlan(tuple(arrivals))
     cuts = [0, *sorted(dice.sample(range(1, 12), 3)), 12]
     plans = [MirrorPlan.of(wiring, first, last, sharded=False) for first, last in pairwise(cuts)]
     for before, behind in pairwise(plans):
@@ -67,9 +67,7 @@ def test_ranges_agree_on_what_crosses(seed: int) -> None:
         # Every range takes those of its own outputs.
         assert sorted(taken) == list(range(12))
     # g_f of an output that a range takes includes the reads from its first read on, and no other.
-    assert all(
-        first_reads[output] == read for plan in plans for read, outs in plan.completed.items() for output in outs
-    )
+    assert all(arrivals[output] == read for plan in plans for read, outs in plan.completed.items() for output in outs)
 
 
 def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +80,9 @@ def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.M
     streams, view_as = [], Tensor.view_as
     monkeypatch.setattr(Tensor, "view_as", lambda *tensors: streams.append(device.current) or view_as(*tensors))
     queue = CudaSideQueue(torch.device("cuda"))
-    record = ForwardRecord(stack.sub_blocks(), context, stack.plan, 0, stack.layout.start_write, queue)
+    record = ForwardRecord(
+        stack.sub_blocks(), context, stack.plan, 0, stack.layout.start_write, queue, state_trains=True
+    )
     queue.run(functools.partial(record._stand_in, 1, stack.sub_blocks()[1].norm.weight), uses=None)
     # The backward of an operation runs on the stream of its forward.
     assert streams == [device.compute]

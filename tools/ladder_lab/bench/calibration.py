@@ -112,7 +112,7 @@ class Calibration:
                     backward - weight_gradient,
                     weight_gradient,
                     sub_block.joins_next and variant.tp_overlap,
-                    sub_block.shares_reading and variant.tp_overlap,
+                    sub_block.shares_input and variant.tp_overlap,
                 )
             )
         steps = join_intervals(blocks, variant.wiring.desync_interval)
@@ -163,7 +163,7 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
 
         assert isinstance(step.body, nn.Module)
         # A shared reading is part of the first sub-block's time.
-        begins = step.body.register_forward_pre_hook if step.shares_reading else step.norm.register_forward_pre_hook
+        begins = step.body.register_forward_pre_hook if step.shares_input else step.norm.register_forward_pre_hook
         handles.extend([begins(begin), step.body.register_forward_hook(end)])
 
     def finish() -> dict[SubBlockKind, SubBlockSeconds]:

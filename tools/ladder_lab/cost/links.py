@@ -55,7 +55,7 @@ class SubBlockTime:
     dgrad_seconds: float = 0.0
     wgrad_seconds: float = 0.0
     joins_next: bool = False
-    shares_reading: bool = False
+    shares_input: bool = False
 
 
 def join_intervals(steps: Sequence[SubBlockTime], interval: int) -> Sequence[SubBlockTime]:
@@ -200,13 +200,13 @@ def backward_seconds(
             collectives that are only asynchronous.
     """
     clock = SimulatedClock(wire) if clock is None else clock
-    first_reads = ReadPlan.of(block.missing for block in sub_blocks).first_reads
+    arrivals = ReadPlan.of(block.missing for block in sub_blocks).arrivals
     in_flight: deque[tuple[int, SimulatedCollective]] = deque()
     for index in reversed(range(len(sub_blocks))):
         block = sub_blocks[index]
-        while in_flight and in_flight[0][0] >= first_reads[index]:
+        while in_flight and in_flight[0][0] >= arrivals[index]:
             clock.wait(in_flight.popleft()[1])
-        if block.shares_reading and not wait_at_once:
+        if block.shares_input and not wait_at_once:
             clock.compute(block.dgrad_seconds + block.wgrad_seconds)
             continue
         clock.compute(block.dgrad_seconds if launch_before_wgrad else block.dgrad_seconds + block.wgrad_seconds)

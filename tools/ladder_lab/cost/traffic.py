@@ -76,7 +76,7 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     if model.desync_interval:
         return 2 * borders + 4 * -(-len(sub_blocks) // model.desync_interval)
     outputs = sum(not sub_block.joins_next for sub_block in sub_blocks)
-    inputs = sum(layout.recompute or not sub_block.shares_reading for sub_block in sub_blocks)
+    inputs = sum(layout.recompute or not sub_block.shares_input for sub_block in sub_blocks)
     if layout.sequence_parallel:
         # The gradients of outputs that were reduced together are gathered one by one.
         return 2 * borders + outputs + len(sub_blocks) + 3 * inputs

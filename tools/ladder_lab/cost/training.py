@@ -187,8 +187,8 @@ class LayerTime:
         forward = products + others
         dgrad = products + 2 * others + inner_wgrad + (forward if layout.recompute else 0.0)
         wired = sub_block.wired
-        shares_reading = wired.shares_reading and not layout.recompute
-        return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_reading)
+        shares_input = wired.shares_input and not layout.recompute
+        return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_input)
 
     @cached_property
     def sample_flops(self) -> int:
