@@ -30,6 +30,7 @@ from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.products import (
+    ExpertPass,
     ExpertWeights,
     InputGradient,
     SortedRows,
@@ -93,7 +94,7 @@ class _ExpertMatrices(ParallelModule):
         rows = SortedRows.of(chosen, self.first, self.count, self.has_all)
         kept_rows = math.ceil(self.kept_rows * chosen.numel())
         matrices = ExpertWeights(self.gate, self.up, self.down)
-        return run_experts(x, matrices, weights, rows, kept_rows, self.swiglu, input_gradient)
+        return run_experts(x, matrices, weights, ExpertPass(rows, kept_rows, self.swiglu, input_gradient))
 
 
 class _RoutedExperts(nn.Module):

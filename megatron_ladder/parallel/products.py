@@ -313,6 +313,17 @@ class ExpertWeights(NamedTuple):
     """[E, h, f]"""
 
 
+class ExpertPass(NamedTuple):
+    """How the experts of a micro-batch are computed."""
+
+    sorted_rows: SortedRows
+    kept_rows: int
+    """Number of sorted rows whose products with gate and up are kept for backward, which computes others again."""
+    swiglu: Callable[[Tensor], Tensor]
+    input_gradient: InputGradient | None = None
+    """Receives the gradient of the input."""
+
+
 class _Experts(Function):
     """Keeps the tokens and the products of their rows with gate and up for backward, which computes the rest again.
 
@@ -329,16 +340,14 @@ class _Experts(Function):
         up: Tensor,
         down: Tensor,
         weights: Tensor,
-        sorted_rows: SortedRows,
-        kept_rows: int,
-        swiglu: Callable[[Tensor], Tensor],
-        input_gradient: InputGradient | None,
+        expert_pass: ExpertPass,
     ) -> Tensor:
+        sorted_rows, kept_rows, swiglu, input_gradient = expert_pass
         gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], gate, up, sorted_rows)
         saved_gate_up = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
         inputs = (x,) if input_gradient is None else input_gradient.use(x, trains=True)
         ctx.save_for_backward(gate, up, down, weights, saved_gate_up, *inputs)
-        ctx.sorted_rows, ctx.swiglu, ctx.input_gradient = sorted_rows, swiglu, input_gradient
+        ctx.expert_pass = expert_pass
         inner = swiglu(gate_up)
         del gate_up
         weighted = inner * sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
@@ -347,7 +356,7 @@ class _Experts(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, down, weights, saved_gate_up, *inputs = ctx.saved_tensors
-        sorted_rows, input_gradient = ctx.sorted_rows, ctx.input_gradient
+        sorted_rows, _, swiglu, input_gradient = ctx.expert_pass
 
         def sorted_inputs() -> Tensor:
             x: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
@@ -361,7 +370,7 @@ class _Experts(Function):
         of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
         of_gate_up, of_down, of_row_weights = _differentiate(
-            of_rows, gate_up, down, row_weights, sorted_rows, ctx.swiglu, ctx.needs_input_grad[3]
+            of_rows, gate_up, down, row_weights, sorted_rows, swiglu, ctx.needs_input_grad[3]
         )
         of_weights = of_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
         del of_rows, gate_up
@@ -379,7 +388,7 @@ class _Experts(Function):
             _multiply_outer(part, rows, sorted_rows) if is_needed and rows is not None else None
             for part, is_needed in zip((of_gate, of_up), need_inputs, strict=True)
         ]
-        return (of_x, *of_inputs, of_down, of_weights, None, None, None, None)
+        return (of_x, *of_inputs, of_down, of_weights, None)
 
 
 def _differentiate(
@@ -411,19 +420,10 @@ def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: Sorted
     return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)
 
 
-def run_experts(
-    x: Tensor,
-    matrices: ExpertWeights,
-    weights: Tensor,
-    sorted_rows: SortedRows,
-    kept_rows: int,
-    swiglu: Callable[[Tensor], Tensor],
-    input_gradient: InputGradient | None,
-) -> Tensor:
+def run_experts(x: Tensor, matrices: ExpertWeights, weights: Tensor, expert_pass: ExpertPass) -> Tensor:
     """Return the sum of each token's experts [..., h], weighted with `weights` [..., k], for x [..., h].
 
-    An expert is down @ swiglu([gate @ x, up @ x]). Backward gets the products with gate and up of the first `kept_rows`
-    sorted rows, and computes others again. The gradient of x goes to `input_gradient`, if given.
+    An expert is down @ swiglu([gate @ x, up @ x]).
     """
-    result: Tensor = _Experts.apply(x, *matrices, weights, sorted_rows, kept_rows, swiglu, input_gradient)
+    result: Tensor = _Experts.apply(x, *matrices, weights, expert_pass)
     return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ladder.parallel.products import ExpertWeights, SortedRows, reads_on_host, run_experts
+from megatron_ladder.parallel.products import ExpertPass, ExpertWeights, SortedRows, reads_on_host, run_experts
 
 EXPERTS, TOKENS, CHOICES = 6, 40, 2
 
@@ -36,7 +36,7 @@ def by_groups(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, local: range, kept: int
 ) -> Tensor:
     rows = SortedRows.of(chosen, local.start, len(local), all_local=len(local) == EXPERTS)
-    return run_experts(x, ExpertWeights(gate, up, down), weights, rows, kept, multiply_halves, None)
+    return run_experts(x, ExpertWeights(gate, up, down), weights, ExpertPass(rows, kept, multiply_halves))
 
 
 def largest_errors(
@@ -107,7 +107,7 @@ def test_a_rank_with_all_experts_masks_no_products(dtype: torch.dtype) -> None:
         with Masks():
             rows = SortedRows.of(chosen, 0, EXPERTS, all_local)
             matrices = ExpertWeights(gate, up, down)
-            y = run_experts(x, matrices, weights, rows, TOKENS * CHOICES, multiply_halves, None)
+            y = run_experts(x, matrices, weights, ExpertPass(rows, TOKENS * CHOICES, multiply_halves))
             y.backward(torch.ones_like(y))
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and len(results[0]) == 6
