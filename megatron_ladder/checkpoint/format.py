@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.optimizers import MOMENTS
 from megatron_ladder.checkpoint import tensor_file
 from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
@@ -148,6 +149,11 @@ class Checkpoint:
     def optimizer(self) -> str:
         """Return the --optimizer of the run; a converted model has none."""
         return str(self.manifest.get("run", {}).get("optimizer", {}).get("optimizer", "adamw"))
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it holds an optimizer's state, not just weights."""
+        return any(self.stored(which) for which in MOMENTS)
 
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""

@@ -33,12 +33,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from megatron_ladder.blueprint.optimizers import MOMENTS
 from megatron_ladder.checkpoint.tensor_file import StoredTensor, checksum_of
 from megatron_ladder.typed import read_json, typed
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 3
-KINDS = {"weight": "weights", "exp_avg": "optimizer", "exp_avg_sq": "optimizer", "rng": "rng"}
+KINDS = {"weight": "weights", **dict.fromkeys(MOMENTS, "optimizer"), "rng": "rng"}
 """Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master."""
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "(xxh3_128:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128

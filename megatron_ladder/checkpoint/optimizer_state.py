@@ -9,10 +9,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.blueprint.optimizers import MOMENTS
 from megatron_ladder.parallel.layout import Section, split_interval
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments. Muon keeps the first."""
 
 
 class Piece(NamedTuple):
@@ -45,7 +43,7 @@ class Span(NamedTuple):
     owned: bool
     """Whether this rank, of all data-parallel ranks that hold the same span, saves and counts it."""
     moments: tuple[str, ...] = MOMENTS
-    """The moments that the optimizer keeps of its elements, of `MOMENTS`."""
+    """The names of the moments that the optimizer keeps of its elements."""
 
     @property
     def length(self) -> int:

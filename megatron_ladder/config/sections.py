@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron_ladder.blueprint.optimizers import OPTIMIZERS, FlagOptimizer, optimizer_kind
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.errors import Problem, counted
 from megatron_ladder.flags import Check, flag, rule
@@ -138,13 +139,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer. AdamW or Muon, and the learning-rate schedule."""
+    """Optimizer. The update of the weights, and the learning-rate schedule."""
 
     lr: float = flag(above=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "adam", "muon"] = "adamw"
-    """adamw, which Megatron calls adam; or muon, which moves each matrix of the layers by its orthogonalised momentum,
-    and everything else by AdamW."""
+    optimizer: FlagOptimizer = flag("adamw", details=" ".join(f"{one.name}: {one.description}" for one in OPTIMIZERS))
+    """Optimizer."""
     min_lr: float = flag(0.0, minimum=0, excludes="--lr-decay-style constant")
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
@@ -187,25 +187,30 @@ class OptimizerConfig:
         *_decay_checks("lr_decay_iters", lambda decay_iters: decay_iters is not None),
         *_decay_checks("train_iters", lambda decay_iters: decay_iters is None),
         rule(
-            lambda optimizer, offload_optimizer: optimizer == "muon" and offload_optimizer != "none",
+            lambda optimizer, offload_optimizer: (
+                optimizer_kind(optimizer).needs_whole_gradients and offload_optimizer != "none"
+            ),
             "{optimizer} needs whole gradients on the device, not {offload_optimizer}",
             "use {zero_stage} 0, 1 or 2",
         ),
         rule(
             lambda optimizer, offload_optimizer, zero_stage: (
-                (optimizer, offload_optimizer, zero_stage) == ("muon", "none", "3")
+                optimizer_kind(optimizer).needs_whole_gradients and (offload_optimizer, zero_stage) == ("none", "3")
             ),
             "{optimizer} needs whole gradients on the device, not {zero_stage}",
             "use {zero_stage} 0, 1 or 2",
         ),
         rule(
-            lambda optimizer, optimizer_implementation: (optimizer, optimizer_implementation) == ("muon", "apex"),
+            lambda optimizer, optimizer_implementation: (
+                optimizer_implementation == "apex" and not optimizer_kind(optimizer).has_apex
+            ),
             "{optimizer} has no {optimizer_implementation}",
             "leave it out",
         ),
         rule(
             lambda optimizer_implementation, optimizer, offload_optimizer: (
-                optimizer_implementation == "apex" and optimizer != "muon" and offload_optimizer != "none"
+                (optimizer_implementation == "apex" and optimizer_kind(optimizer).has_apex)
+                and offload_optimizer != "none"
             ),
             "{optimizer_implementation} needs a GPU, not {offload_optimizer}",
             "use torch",
@@ -213,7 +218,7 @@ class OptimizerConfig:
         rule(
             # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
             lambda optimizer_implementation, optimizer, offload_optimizer, zero_stage: (
-                optimizer != "muon"
+                optimizer_kind(optimizer).has_apex
                 and (optimizer_implementation, offload_optimizer, zero_stage) == ("apex", "none", "3")
             ),
             "{optimizer_implementation} miscounts steps with {zero_stage}",

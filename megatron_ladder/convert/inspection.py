@@ -50,7 +50,7 @@ def _training(path: Path) -> Iterator[str]:
             yield f"{kind}: {counted(len(stored), 'tensor')}{stacks} in {counted(boxes, 'box')}, {dtypes}"
     files = checkpoint.manifest["files"]
     yield f"{counted(len(files), 'file')}, {size_text(sum(file['size'] for file in files))}"
-    if checkpoint.stored("exp_avg"):
+    if checkpoint.has_moments:
         yield f"optimizer: {checkpoint.optimizer}"
     else:
         yield "without optimizer state: continue with pretrain_ladder.py --load DIR --finetune"

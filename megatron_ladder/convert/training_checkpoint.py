@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.tensors import Role, TensorSpec, model_tensors
 from megatron_ladder.checkpoint import manifest
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -85,14 +86,15 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     path = checkpoint.directory / MANIFEST_NAME
     model = checkpoint.model()
     specs = {tensor.name: tensor for tensor in model_tensors(model)}
+    optimizer = optimizer_kind(checkpoint.optimizer)
     errors = []
     for kind in manifest.KINDS:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
             continue
-        may_lack = set[Role]() if kind == "weight" else {Role.STATE}
-        if kind == "exp_avg_sq" and checkpoint.optimizer == "muon":
-            may_lack.add(Role.MATRIX)
+        may_lack = set[Role]()
+        if kind != "weight":
+            may_lack = {role for role in Role if kind not in optimizer.moments_of(role)}
         for name in {**specs, **stored}:
             shape = stored[name].shape if name in stored else None
             expected = specs[name].shape if name in specs else None

@@ -11,10 +11,10 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.engine.deepspeed_json import bucket_numbers, deepspeed_json
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.optimizer import build_optimizer, distribute_matrices, parameter_groups
+from megatron_ladder.engine.optimizer import Updates, build_optimizer, distribute_matrices, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.experts import waits_for_choices
@@ -120,7 +120,6 @@ def build_rank_model(
 
 def build_engine(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> tuple[Engine, str]:
     """Return the engine and a description of its optimizer; raises UserError for missing apex."""
-    config = deepspeed_json(run)
     groups = parameter_groups(model, run.optimizer)
     dtype = compute_dtype(run)
     engine: Engine
@@ -128,13 +127,13 @@ def build_engine(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device
         from megatron_ladder.engine.deepspeed import DeepSpeedEngine
 
         offloads = run.parallel.offload_optimizer == "cpu"
-        apex_counts_steps = run.parallel.zero_stage != "3"
-        optimizer, description = build_optimizer(groups, run.optimizer, device, offloads, apex_counts_steps, dtype)
-        engine = DeepSpeedEngine(model, optimizer, config, mesh, device)
+        updates = Updates(device, dtype, offloads, in_parts=run.parallel.zero_stage == "3")
+        optimizer, description = build_optimizer(groups, run.optimizer, updates)
+        engine = DeepSpeedEngine(model, optimizer, deepspeed_json(run), mesh, device)
     else:
-        bucket_numbers = config["zero_optimization"]["reduce_bucket_size"]
-        sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers, run.parallel.zero_stage != "0")
-        optimizer, description = build_optimizer(sharded.groups, run.optimizer, device, muon_dtype=dtype)
+        shards = run.parallel.zero_stage != "0"
+        sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers(run), shards)
+        optimizer, description = build_optimizer(sharded.groups, run.optimizer, Updates(device, dtype))
         sharded.base = optimizer
         engine = Engine(model, sharded, mesh, device)
         if _captures(run, model, device):

@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs
-from megatron_ladder.engine.state import ZeroOptimizer
+from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.parallel.layout import Section
@@ -301,6 +301,8 @@ class _Zero3Optimizer(_DeepSpeedOptimizer):
 
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""
+        # They are the same for all tensors of an optimizer that does not need whole gradients.
+        moments = self.base.param_groups[0][GROUP_MOMENTS]
         groups = zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
         for subgroup, (parameters, flat_master) in enumerate(groups):
             offset = 0
@@ -311,7 +313,8 @@ class _Zero3Optimizer(_DeepSpeedOptimizer):
                 if length > 0:
                     weight = partitioned.ds_tensor.detach().view(-1).narrow(0, 0, length)
                     sections, shape = self._sections[id(partitioned)], partitioned.ds_shape
-                    yield subgroup, index, Span(sections, shape, start, weight, flat_master, offset, owned=True)
+                    span = Span(sections, shape, start, weight, flat_master, offset, True, moments)
+                    yield subgroup, index, span
                 offset += size
 
     def spans(self) -> Iterator[Span]:

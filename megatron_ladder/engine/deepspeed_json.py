@@ -16,7 +16,8 @@ _BUCKET_NUMBERS = 500_000_000
 _SHARDED_BUCKET_NUMBERS = 40_000_000
 """Size of a bucket of `ShardedOptimizer`, as in Megatron: the reduce of the last bucket of a step is not hidden."""
 _SHARDED_BUCKETS = 16
-"""Least number of buckets of a model, so that the first ones are reduced under the backward of the others."""
+"""Least number of its buckets, so that the first ones are reduced under the backward of the others."""
+_BUCKET_KEY = "zero_optimization.reduce_bucket_size"
 _FLAGS = {
     "train_batch_size": "--global-batch-size",
     "train_micro_batch_size_per_gpu": "--micro-batch-size",
@@ -34,7 +35,7 @@ _SETTINGS = {
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
     "zero_optimization.round_robin_gradients": bool,
-    "zero_optimization.reduce_bucket_size": int,
+    _BUCKET_KEY: int,
     "zero_optimization.allgather_partitions": bool,
     "zero_optimization.allgather_bucket_size": int,
     "zero_optimization.sub_group_size": int,
@@ -59,20 +60,51 @@ _INSTEAD = {
 """Blocks that are refused, with the replacement to name."""
 
 
+def bucket_numbers(run: RunConfig) -> int:
+    """Return the most elements of a bucket of `ShardedOptimizer`; raises UserError as `deepspeed_json`.
+
+    A file for DeepSpeed sets it, too, under DeepSpeed's name.
+    """
+    default = min(_SHARDED_BUCKET_NUMBERS, -(-_local_parameters(run) // _SHARDED_BUCKETS))
+    return int(_values(run).get(_BUCKET_KEY, default))
+
+
+def _local_parameters(run: RunConfig) -> int:
+    ranks = run.parallel.tensor_model_parallel_size
+    return sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
+
+
 def deepspeed_json(run: RunConfig) -> dict[str, Any]:
     """Return DeepSpeed's configuration; raises UserError with one line per key of the file that cannot be used.
 
     Its clipping is always off, because this package clips by the norm that it computes in every layout.
     """
-    stage = int(run.parallel.zero_stage)
-    offload = run.parallel.offload_optimizer
+    values = _values(run)
+    values["gradient_clipping"] = 0.0
+    # Our own guard looks at every gradient; DeepSpeed's check is two more collectives and one more wait per step.
+    values["bf16.check_grad_overflow"] = False
+    # DeepSpeed allocates a whole bucket, even for a model with fewer gradients.
+    values.setdefault(_BUCKET_KEY, min(_BUCKET_NUMBERS, _local_parameters(run)))
+    if run.parallel.offload_optimizer == "none":
+        values = {key: value for key, value in values.items() if ".offload_optimizer." not in key}
+        if values["zero_optimization.stage"] in (1, 2):
+            # This package computes the norm.
+            values["zero_optimization.compute_grad_norm"] = False
+    if values["zero_optimization.stage"] == 3:
+        # It would replace torch's linear function in the whole process.
+        values["zero_optimization.memory_efficient_linear"] = False
+    return _nested(values)
+
+
+def _values(run: RunConfig) -> dict[str, Any]:
+    """Return the values of the command line and of the user's file by dotted key; raises UserError."""
     values: dict[str, Any] = {
         "train_batch_size": run.global_batch_size,
         "train_micro_batch_size_per_gpu": run.training.micro_batch_size,
         "gradient_accumulation_steps": run.accumulation_steps,
         "gradient_clipping": run.optimizer.clip_grad,
-        "zero_optimization.stage": stage,
-        "zero_optimization.offload_optimizer.device": offload,
+        "zero_optimization.stage": int(run.parallel.zero_stage),
+        "zero_optimization.offload_optimizer.device": run.parallel.offload_optimizer,
         "bf16.enabled": run.training.bf16,
         "data_types.grad_accum_dtype": "fp32",
         # By default gradients would be summed over data-parallel ranks in the precision of the model.
@@ -89,25 +121,7 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
     path = run.parallel.deepspeed_config
     if path is not None:
         raise_user_errors(_merge(values, read_deepspeed_config(path), path))
-    values["gradient_clipping"] = 0.0
-    # Our own guard looks at every gradient; DeepSpeed's check is two more collectives and one more wait per step.
-    values["bf16.check_grad_overflow"] = False
-    # DeepSpeed allocates a whole bucket, even for a model with fewer gradients.
-    ranks = run.parallel.tensor_model_parallel_size
-    local_parameters = sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
-    bucket_numbers = min(_BUCKET_NUMBERS, local_parameters)
-    if not run.needs_deepspeed:
-        bucket_numbers = min(_SHARDED_BUCKET_NUMBERS, -(-local_parameters // _SHARDED_BUCKETS))
-    values.setdefault("zero_optimization.reduce_bucket_size", bucket_numbers)
-    if offload == "none":
-        values = {key: value for key, value in values.items() if ".offload_optimizer." not in key}
-        if values["zero_optimization.stage"] in (1, 2):
-            # This package computes the norm.
-            values["zero_optimization.compute_grad_norm"] = False
-    if stage == 3:
-        # It would replace torch's linear function in the whole process.
-        values["zero_optimization.memory_efficient_linear"] = False
-    return _nested(values)
+    return values
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:

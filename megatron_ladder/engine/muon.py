@@ -28,12 +28,10 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
+from megatron_ladder.engine.state import GROUP_MOMENTS
 from megatron_ladder.parallel.layout import split_interval
 
-ORTHOGONAL = "orthogonal"
-"""Key of a parameter group: whether Muon updates it."""
-MOMENTUM = "exp_avg"
-"""Key of the momentum in the state of a parameter, and its kind in checkpoints."""
+_MOMENTUM = "exp_avg"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial whose iteration moves all singular values close to 1 in a few steps."""
 _EPSILON = 1e-7
@@ -122,8 +120,12 @@ class _Round(NamedTuple):
     """Each rank's pieces of the matrix that this rank owns; empty lists if it owns none."""
 
 
+def _is_orthogonal(group: Mapping[str, Any]) -> bool:
+    return bool(group[GROUP_MOMENTS] == (_MOMENTUM,))
+
+
 class MuonWithAdamW(torch.optim.AdamW):
-    """Updates the groups marked `ORTHOGONAL` with Muon, and the others with AdamW.
+    """Updates groups whose only moment is the momentum with Muon, and the others with AdamW.
 
     In a half-precision run, matrices are orthogonalised in bf16, like in `torch.optim.Muon`, otherwise in fp32.
     """
@@ -144,7 +146,7 @@ class MuonWithAdamW(torch.optim.AdamW):
 
         `spans` include all that this rank's optimizer updates.
         """
-        updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
+        updated = {id(tensor) for group in self.param_groups if _is_orthogonal(group) for tensor in group["params"]}
         held: dict[str, list[_HeldPiece]] = {}
         for span in spans:
             if id(span.flat_master) in updated:
@@ -168,23 +170,23 @@ class MuonWithAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters; all ranks must call this alike."""
         groups = self.param_groups
-        self.param_groups = [group for group in groups if not group[ORTHOGONAL]]
+        self.param_groups = [group for group in groups if not _is_orthogonal(group)]
         try:
             super().step(closure)
         finally:
             self.param_groups = groups
         for group in groups:
-            if group[ORTHOGONAL]:
+            if _is_orthogonal(group):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
         for flat_master in group["params"]:
             state = self.state[flat_master]
-            if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(flat_master)
+            if _MOMENTUM not in state:
+                state[_MOMENTUM] = torch.zeros_like(flat_master)
                 state["step"] = torch.zeros(())
             state["step"] += 1
-            state[MOMENTUM].lerp_(flat_master.grad, 1 - self._config.muon_momentum)
+            state[_MOMENTUM].lerp_(flat_master.grad, 1 - self._config.muon_momentum)
             flat_master.mul_(1 - group["lr"] * group["weight_decay"])
         for matrices in self._rounds:
             self._update(matrices, group["lr"])
@@ -207,7 +209,7 @@ class MuonWithAdamW(torch.optim.AdamW):
                 part.of(part.flat_master).add_(update, alpha=-learning_rate * scale)
 
     def _direction(self, part: _HeldPiece) -> Tensor:
-        momentum = part.of(self.state[part.flat_master][MOMENTUM])
+        momentum = part.of(self.state[part.flat_master][_MOMENTUM])
         if not self._config.muon_nesterov:
             return momentum
         assert part.flat_master.grad is not None

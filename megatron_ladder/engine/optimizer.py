@@ -1,75 +1,92 @@
-"""AdamW and Muon, their parameter groups, and the learning rate as a pure function of the iteration."""
+"""Builds optimizers and their parameter groups; the learning rate as a pure function of the iteration."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.tensors import Role
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
-from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
-from megatron_ladder.engine.state import ZeroOptimizer
+from megatron_ladder.engine.muon import MuonWithAdamW
+from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import find_in_apex
 from megatron_ladder.parallel.layout import parameter_sections
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return two groups: parameters that decay, and vectors, which do not.
+    """Return groups of parameters with the same weight decay and moments, the last one of vectors, which do not decay.
 
-    With Muon, the matrices of the layers form another group, before the others that decay.
+    Matrices of layers come first if their moments differ from those of others that decay.
     """
+    kind = optimizer_kind(config.optimizer)
+    roles = [role for role in Role if role is not Role.STATE]
     # A slice without sections is padding of the vocabulary.
-    roles = {
+    role_of = {
         parameter: sections[0].tensor.role if sections else Role.EMBEDDING
         for parameter, sections in parameter_sections(model)
     }
-    decaying = [parameter for parameter in model.parameters() if roles[parameter] is not Role.VECTOR]
-    vectors = [parameter for parameter in model.parameters() if roles[parameter] is Role.VECTOR]
-    decay = {"weight_decay": config.weight_decay}
-    no_decay = {"params": vectors, "weight_decay": 0.0}
-    if config.optimizer != "muon":
-        return [{"params": decaying, **decay}, no_decay]
-    matrices = [parameter for parameter in decaying if roles[parameter] is Role.MATRIX]
-    others = [parameter for parameter in decaying if roles[parameter] is not Role.MATRIX]
-    groups = [
-        {"params": matrices, ORTHOGONAL: True, **decay},
-        {"params": others, ORTHOGONAL: False, **decay},
-    ]
-    return [*(group for group in groups if group["params"]), {ORTHOGONAL: False, **no_decay}]
+    groups: list[dict[str, Any]] = []
+    for decays, moments in dict.fromkeys((role is not Role.VECTOR, kind.moments_of(role)) for role in roles):
+        alike = [role for role in roles if (role is not Role.VECTOR, kind.moments_of(role)) == (decays, moments)]
+        members = [parameter for parameter in model.parameters() if role_of[parameter] in alike]
+        if members or not decays:
+            weight_decay = config.weight_decay if decays else 0.0
+            groups.append({"params": members, GROUP_MOMENTS: moments, "weight_decay": weight_decay})
+    return groups
 
 
-def build_optimizer(
-    groups: Sequence[dict[str, Any]],
-    config: OptimizerConfig,
-    device: torch.device,
-    offload: bool = False,
-    apex_counts_steps: bool = True,
-    muon_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer and its description; raises UserError if apex was requested, but cannot be used.
+class Updates(NamedTuple):
+    """How parameters are updated."""
 
-    With `offload` torch's fused kernel runs on the host, in one pass over the memory. `apex_counts_steps` is False if
-    the engine updates the parts of a group one after another (ZeRO-3): apex has one step count per group, which would
-    grow with every part. Muon orthogonalises matrices in `muon_dtype`.
-    """
-    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    """The precision of the model."""
+    offload: bool = False
+    """On the host, where torch's fused kernel needs one pass over the memory."""
+    in_parts: bool = False
+    """The parts of a group one after another (ZeRO-3). Apex would count each part as a step of the group."""
+
+
+Groups = Sequence[dict[str, Any]]
+
+
+def build_optimizer(groups: Groups, config: OptimizerConfig, updates: Updates) -> tuple[torch.optim.Optimizer, str]:
+    """Return the optimizer and its description; raises UserError if apex was requested, but cannot be used."""
+    return _BUILDERS[optimizer_kind(config.optimizer).name](groups, config, updates)
+
+
+def _adam_settings(config: OptimizerConfig, updates: Updates) -> dict[str, Any]:
+    fused = updates.offload or updates.device.type == "cuda"
+    return dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=fused)
+
+
+def _build_adamw(groups: Groups, config: OptimizerConfig, updates: Updates) -> tuple[torch.optim.Optimizer, str]:
+    settings = _adam_settings(config, updates)
     wanted = config.optimizer_implementation
-    fused = offload or device.type == "cuda"
-    if config.optimizer == "muon":
-        optimizer = MuonWithAdamW(groups, config, muon_dtype, fused=fused, **settings)
-        name = str(muon_dtype).removeprefix("torch.")
-        return optimizer, f"torch; Muon in {name} for the matrices of the layers"
-    if offload:
-        return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
-    if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
-        return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
-    fused_adam, reason = find_fused_adam(config, device)
-    if fused_adam is not None:
-        return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
-    return torch.optim.AdamW(list(groups), fused=fused, **settings), f"torch ({reason})"
+    place = "torch, on the host" if updates.offload else "torch"
+    if updates.offload or wanted == "torch" or (wanted == "auto" and (updates.in_parts or not settings["fused"])):
+        return torch.optim.AdamW(list(groups), **settings), f"AdamW by {place}"
+    fused_adam, reason = find_fused_adam(config, updates.device)
+    if fused_adam is None:
+        return torch.optim.AdamW(list(groups), **settings), f"AdamW by torch ({reason})"
+    del settings["fused"]
+    return fused_adam(list(groups), adam_w_mode=True, **settings), "AdamW by apex FusedAdam"
+
+
+def _build_muon(groups: Groups, config: OptimizerConfig, updates: Updates) -> tuple[torch.optim.Optimizer, str]:
+    optimizer = MuonWithAdamW(groups, config, updates.dtype, **_adam_settings(config, updates))
+    precision = str(updates.dtype).removeprefix("torch.")
+    return optimizer, f"AdamW by torch; Muon in {precision} for the matrices of the layers"
+
+
+_BUILDERS: dict[str, Callable[[Groups, OptimizerConfig, Updates], tuple[torch.optim.Optimizer, str]]] = {
+    "adamw": _build_adamw,
+    "muon": _build_muon,
+}
 
 
 def distribute_matrices(optimizer: ZeroOptimizer, world: CommGroup) -> None:

@@ -34,7 +34,7 @@ from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.state import ZeroOptimizer
+from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.products import add_product
 
@@ -203,7 +203,7 @@ class ShardedOptimizer(ZeroOptimizer):
         states = [self.base.state.pop(segment.master, {}) for segment in before]
         if not self.steps:
             return
-        for which in self._moments_of(self.groups[bucket.group]):
+        for which in self.groups[bucket.group][GROUP_MOMENTS]:
             parts = zip(before, states, strict=True)
             # Parameters that have never trained have no moments.
             moments = [state.get(which, torch.zeros_like(segment.master.detach())) for segment, state in parts]

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
 
+GROUP_MOMENTS = "moments"
+"""Key of a parameter group: the names of the moments of its parameters."""
 Gradients = Iterable[tuple[Span, Tensor]]
 """Spans with their elements of the gradient, in the storage that the optimizer reads; any shape."""
 
@@ -89,7 +90,7 @@ class ZeroOptimizer(OptimizerState, ABC):
 
         The parameters of the vector begin at `offsets` and belong to the parameter group `group`.
         """
-        moments = self._moments_of(group)
+        moments = group[GROUP_MOMENTS]
         high = low + master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
             first = max(offset, low)
@@ -98,9 +99,6 @@ class ZeroOptimizer(OptimizerState, ABC):
                 weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
                 sections = self._sections[id(parameter)]
                 yield Span(sections, parameter.shape, first - offset, weight, master, first - low, owned, moments)
-
-    def _moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
 
     def states(self) -> Iterator[Span]:
         for state, sections in state_sections(self._model):

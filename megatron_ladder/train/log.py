@@ -59,7 +59,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
         "norm": select_operations(training.norm_implementation, training.compile_sub_blocks, trainer.device)[1],
-        "optimizer": f"AdamW by {trainer.optimizer_description}",
+        "optimizer": trainer.optimizer_description,
     }
     width = max(map(len, rows))
     return "\n".join(

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.checkpoint.format import (
     Checkpoint,
@@ -246,11 +247,11 @@ def resume_problems(settings: Settings, run: RunConfig, checkpoint: Checkpoint) 
     options = run.checkpoint
     if run.loads_only_weights:
         return
-    if options.load_optim and not checkpoint.stored("exp_avg"):
+    if options.load_optim and not checkpoint.has_moments:
         fix = "give {finetune}, or {no_load_optim}"
         yield Problem({"load": checkpoint.directory}, "{}: holds weights and no optimizer", fix)
     saved, chosen = checkpoint.optimizer, run.optimizer.optimizer
-    if options.load_optim and (saved == "muon") != (chosen == "muon"):
+    if options.load_optim and optimizer_kind(saved) is not optimizer_kind(chosen):
         fix = f"give {{optimizer}} {saved}, or {{no_load_optim}} to start the optimizer from scratch"
         yield _difference("optimizer", chosen, saved, checkpoint, fix)
         return

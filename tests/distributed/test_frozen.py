@@ -192,6 +192,35 @@ def check_schedule(
     return weights
 
 
+def gradient_bytes(argv: list[str], frozen: str) -> tuple[int, int, int]:
+    """On each rank: the bytes of gradients before and after parameters are frozen, and how many still train."""
+    trainer = build_trainer_here(argv)
+    optimizer = trainer.engine.optimizer
+
+    def held() -> int:
+        storages = [gradient.untyped_storage() for _, gradient in optimizer._sums.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    everything_trains = held()
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    trainer.engine.follow_frozen()
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return everything_trains, held(), trained
+
+
+@pytest.mark.parametrize("words", ["--zero-stage 0", "--zero-stage 1", "--zero-stage 1 --bf16 --optimizer muon"])
+@pytest.mark.parametrize("frozen", [r"embedding|layers\.[0-3]\.", r"embedding|layers\.[0246]\."])
+def test_frozen_parameters_need_no_memory_for_gradients(gloo_pools: GlooPools, words: str, frozen: str) -> None:
+    """Half of eight layers, the lower or every other; one rank, and two that share a bucket."""
+    for ranks in (1, 2):
+        argv = [*RECIPE, *f"--num-layers 8 --global-batch-size 4 {words}".split()]
+        for before, after, trained in gloo_pools(ranks).run(gradient_bytes, argv, frozen):
+            # Buckets are padded.
+            assert 0 <= after - 4 * trained <= 4 * 20 * ranks
+            assert 0.45 * before < after < 0.55 * before
+
+
 def own_backward(words: str, frozen: str) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """On each rank: return the gradients of a model with and without frozen parameters, by name."""
     trainer = build_trainer_here([*RECIPE, *words.split()])

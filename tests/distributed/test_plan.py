@@ -8,7 +8,7 @@ import torch
 from ladder_lab.cost.memory import (
     Layout,
     Precision,
-    _orthogonal_parameters,
+    _stage_moments,
     _state_bytes,
     stage_parameters,
 )
@@ -49,7 +49,8 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
             del loss
             held = lowest(memory)
     model = trainer.run.model
-    return held, stage_parameters(model, Layout(), 0), _orthogonal_parameters(model, Layout(muon=True), 0)
+    layout = Layout(optimizer=trainer.run.optimizer.optimizer)
+    return held, stage_parameters(model, layout, 0), _stage_moments(model, layout, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,6 @@ def test_states_are_what_the_engine_allocates(
 ) -> None:
     argv = f"--zero-stage {zero} --global-batch-size {4 * ranks} --optimizer {optimizer}".split()
     argv += ["--bf16"] if precision == "bf16" else []
-    for held, parameters, matrices in gloo_pools(ranks).run(state_of_a_step, argv):
-        orthogonal = matrices if optimizer == "muon" else 0
-        expected = sum(_state_bytes(parameters, Layout(data=ranks, zero=zero), precision, orthogonal))
+    for held, parameters, moments in gloo_pools(ranks).run(state_of_a_step, argv):
+        expected = sum(_state_bytes(parameters, moments, Layout(data=ranks, zero=zero), precision))
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)

@@ -1,15 +1,15 @@
 """Roles of tensors, compared with the groups, the moments and the checkpoints of trainers with Muon."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from ladder_lab.cost.memory import Layout, _orthogonal_parameters
+from ladder_lab.cost.memory import Layout, _stage_moments
 from megatron_ladder.blueprint.tensors import Role, model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
-from megatron_ladder.engine.muon import ORTHOGONAL
 from megatron_ladder.engine.optimizer import parameter_groups
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import parameter_sections
@@ -53,7 +53,7 @@ def train_and_save(argv: list[str], save: Path) -> dict[str, tuple[float, bool]]
         parameter: [section.name for section in sections] for parameter, sections in parameter_sections(trainer.model)
     }
     return {
-        name: (group["weight_decay"], group[ORTHOGONAL])
+        name: (group["weight_decay"], group["moments"] == ("exp_avg",))
         for group in parameter_groups(trainer.model, trainer.run.optimizer)
         for parameter in group["params"]
         for name in names[parameter]
@@ -85,8 +85,10 @@ def test_trainers_treat_tensors_by_their_roles(
     adamw = {name for name in trained if roles[name] is not Role.MATRIX}
     assert checkpoint.stored("exp_avg_sq").keys() == adamw
     # The planner's count of them.
-    without = sum(tensor.numel for tensor in model_tensors(model) if tensor.name in trained - adamw)
-    assert _orthogonal_parameters(model, Layout(muon=True), 0) == without
+    stored = [checkpoint.stored(which) for which in ("exp_avg", "exp_avg_sq")]
+    padding = sum(tensor.local_numel(1) - tensor.numel for tensor in model_tensors(model))
+    numbers = sum(math.prod(tensor.shape) for moment in stored for tensor in moment.values())
+    assert _stage_moments(model, Layout(optimizer="muon"), 0) == numbers + 2 * padding
     # What conversion expects in a checkpoint.
     with pytest.raises(UserError, match="exp_avg_sq of .*_proj.weight: found no such tensor"):
         open_training_checkpoint(tmp_path)

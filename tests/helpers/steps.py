@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.blueprint.optimizers import MOMENTS
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.setup import Trainer

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.blueprint.optimizers import MOMENTS
 from megatron_ladder.blueprint.tensors import Role, TensorSpec
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Piece, Span
+from megatron_ladder.checkpoint.optimizer_state import Piece, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.saving import (
     SaveOutcome,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.config.run import parse_run, resolve_run
-from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.engine.deepspeed_json import bucket_numbers, deepspeed_json
 from tests.helpers.runs import errors_of
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
@@ -17,7 +17,11 @@ PARAMETERS = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
 
 def derived(words: str) -> dict[str, Any]:
     """Return the configuration of a run on four ranks."""
-    return deepspeed_json(resolve_run(parse_run(f"{BASE} {words}".split()), 1000, 4))
+    return deepspeed_json(run_of(words))
+
+
+def run_of(words: str) -> RunConfig:
+    return resolve_run(parse_run(f"{BASE} {words}".split()), 1000, 4)
 
 
 def test_the_flags_determine_batches_precision_and_stage() -> None:
@@ -31,12 +35,15 @@ def test_the_flags_determine_batches_precision_and_stage() -> None:
     assert "offload_optimizer" not in config["zero_optimization"]
 
 
-def test_buckets_without_deepspeed_are_small() -> None:
-    config = derived("--micro-batch-size 1 --global-batch-size 4 --bf16")
+def test_buckets_without_deepspeed_are_small(tmp_path: Path) -> None:
+    words = "--micro-batch-size 1 --global-batch-size 4 --bf16"
     # A sixteenth of the model, so that the first gradients are reduced under backward.
-    assert config["zero_optimization"]["reduce_bucket_size"] == -(-PARAMETERS // 16)
+    assert bucket_numbers(run_of(words)) == -(-PARAMETERS // 16)
     large = "--hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --micro-batch-size 1 --bf16"
-    assert derived(large)["zero_optimization"]["reduce_bucket_size"] == 40_000_000
+    assert bucket_numbers(run_of(large)) == 40_000_000
+    config = tmp_path / "config.json"
+    config.write_text('{"zero_optimization": {"reduce_bucket_size": 5e3}}')
+    assert bucket_numbers(run_of(f"{words} --deepspeed_config {config}")) == 5000
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.sections import OptimizerConfig
-from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
+from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import parameter_groups
 from megatron_ladder.parallel.layout import ParallelModule, Placement, Section
 
@@ -57,8 +57,8 @@ def test_updates_in_bf16_equal_torch_muon_bitwise(scale_mode: str, nesterov: boo
         lr=0.02, muon_momentum=0.9, muon_nesterov=nesterov, muon_ns_steps=4, muon_scale_mode=scale_mode
     )  # type: ignore[arg-type]
     groups = [
-        {"params": [flat], "weight_decay": 0.1, ORTHOGONAL: True},
-        {"params": [flat_bias], "weight_decay": 0.0, ORTHOGONAL: False},
+        {"params": [flat], "weight_decay": 0.1, "moments": ("exp_avg",)},
+        {"params": [flat_bias], "weight_decay": 0.0, "moments": ("exp_avg", "exp_avg_sq")},
     ]
     ours = MuonWithAdamW(groups, config, torch.bfloat16, lr=0.02)
     ours.distribute(spans_of(flat), CommGroup.alone())
@@ -79,4 +79,5 @@ def test_convolutions_decay_and_are_not_orthogonalised() -> None:
     module = ParallelModule(place)
     module.add_parameter("filters", [TensorSpec("filters", (8, 4), Role.CONVOLUTION, 0)], place)
     decaying, others = parameter_groups(module, OptimizerConfig(lr=0.02, optimizer="muon", weight_decay=0.1))
-    assert decaying == {"params": [module.filters], "weight_decay": 0.1, ORTHOGONAL: False} and others["params"] == []
+    moments = ("exp_avg", "exp_avg_sq")
+    assert decaying == {"params": [module.filters], "weight_decay": 0.1, "moments": moments} and others["params"] == []

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.sections import OptimizerConfig
-from megatron_ladder.engine.optimizer import build_optimizer
+from megatron_ladder.engine.optimizer import Updates, build_optimizer
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, find_in_apex, select_operations
@@ -35,11 +35,11 @@ def test_unrelated_package_is_reported(unrelated_apex: None) -> None:
 
 def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
     group = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
-    optimizer, description = build_optimizer(group, OptimizerConfig(lr=0.1), CPU)
-    assert type(optimizer) is torch.optim.AdamW and description == "torch"
+    optimizer, description = build_optimizer(group, OptimizerConfig(lr=0.1), Updates(CPU))
+    assert type(optimizer) is torch.optim.AdamW and description == "AdamW by torch"
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and optimizer.param_groups[0]["weight_decay"] == 0.1
     with pytest.raises(UserError, match="CUDA device"):
-        build_optimizer(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)
+        build_optimizer(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), Updates(CPU))
 
 
 def test_a_resumed_apex_continues_the_step_count_of_its_groups() -> None:

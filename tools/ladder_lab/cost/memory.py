@@ -13,7 +13,8 @@ ranks, the bytes per parameter of the GPU (those of its tensor- and pipeline-par
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
 
-Muon has no second moment of the matrices of the layers: 4 bytes (/ D) less for each of their elements.
+This is with two moments, of AdamW. Muon has no second moment of the matrices of the layers: 4 bytes (/ D) less for each
+of their elements.
 
 Activations that autograd keeps for backward, in numbers, for T = s b tokens and t tensor-parallel ranks:
 
@@ -51,8 +52,10 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.tensors import (
     Branch,
+    TensorSpec,
     embedding_tensor,
     final_norm_tensor,
     kept_expert_rows,
@@ -80,7 +83,7 @@ RESERVED_BYTES = 4e9
 class Layout:
     """How a model and its batch are distributed.
 
-    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `muon`: the optimizer.
+    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `optimizer`: its name.
     `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each. `chunks`: ranges
     of layers of a stage, which run alternately. `captures`: whether passes run as CUDA graphs where ZeRO permits it.
     """
@@ -92,7 +95,7 @@ class Layout:
     micro_batch: int = 1
     recompute: bool = False
     sequence_parallel: bool = False
-    muon: bool = False
+    optimizer: str = "adamw"
     whole_experts: bool = False
     chunks: int = 1
     captures: bool = True
@@ -109,7 +112,7 @@ class Layout:
             micro_batch=run.training.micro_batch_size,
             recompute=run.recompute_layers > 0,
             sequence_parallel=parallel.sequence_parallel,
-            muon=run.optimizer.optimizer == "muon",
+            optimizer=run.optimizer.optimizer,
             whole_experts=parallel.expert_sharding == "experts",
             chunks=run.chunks,
         )
@@ -144,8 +147,8 @@ class _LayerNumbers(NamedTuple):
     """Numbers of one layer on a tensor-parallel rank."""
 
     parameters: int
-    matrices: int
-    """Parameters in matrices, also of routers, which Muon updates."""
+    moments: int
+    """Numbers in the optimizer's moments of them."""
     activations: float
     """Numbers per token that a rank keeps inside the sub-blocks."""
     temporary: float
@@ -153,19 +156,24 @@ class _LayerNumbers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> list[_LayerNumbers]:
+def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool, optimizer: str) -> list[_LayerNumbers]:
     numbers: list[_LayerNumbers] = []
     for layer in layer_tensors(model):
         branches = [branch for sub_block in layer for branch in sub_block.branches]
         numbers.append(
             _LayerNumbers(
                 sum(sub_block.parameters(tensor) for sub_block in layer),
-                sum(matrix.local_numel(tensor) for branch in branches for matrix in branch.matrices),
+                sum(_moments(spec, tensor, optimizer) for sub_block in layer for spec in sub_block.tensors),
                 sum(_kept_inside(model, branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
             )
         )
     return numbers
+
+
+def _moments(tensor: TensorSpec, ranks: int, optimizer: str) -> int:
+    """Return how many numbers an optimizer keeps of a rank's part of a tensor."""
+    return len(optimizer_kind(optimizer).moments_of(tensor.role)) * tensor.local_numel(ranks)
 
 
 def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: bool) -> float:
@@ -206,13 +214,8 @@ def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
-    numbers = _numbers_of_layers(model, layout.tensor, layout.whole_experts)
+    numbers = _numbers_of_layers(model, layout.tensor, layout.whole_experts, layout.optimizer)
     return [numbers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers]
-
-
-def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
-    """Return how many of a stage's parameters per rank are updated by Muon: the matrices of its layers."""
-    return sum(layer.matrices for layer in _numbers_of_stage(model, layout, stage)) if layout.muon else 0
 
 
 @cache
@@ -298,26 +301,30 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
 
     The first stage has the embedding, and the last one the head, even if its matrix is tied to the embedding.
     """
-    matrix = embedding_tensor(model).local_numel(layout.tensor)
-    count = sum(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
+    ends = sum(tensor.local_numel(layout.tensor) for tensor in _end_tensors(model, layout, stage))
+    return ends + sum(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
+
+
+def _stage_moments(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return how many numbers the optimizer keeps of the parameters of one rank of a stage."""
+    ends = sum(_moments(tensor, layout.tensor, layout.optimizer) for tensor in _end_tensors(model, layout, stage))
+    return ends + sum(layer.moments for layer in _numbers_of_stage(model, layout, stage))
+
+
+def _end_tensors(model: ModelConfig, layout: Layout, stage: int) -> list[TensorSpec]:
+    """Return the tensors of a stage outside of its layers."""
     is_first = stage == 0
     is_last = stage == layout.pipeline - 1
-    if is_first:
-        count += matrix
+    tensors = [embedding_tensor(model)] if is_first else []
     if is_last:
-        count += final_norm_tensor(model).numel
+        tensors.append(final_norm_tensor(model))
     if is_last and not (model.tie_embeddings and is_first):
-        count += matrix
-    return count
+        tensors.append(embedding_tensor(model))
+    return tensors
 
 
-def _state_bytes(
-    parameters: int, layout: Layout, precision: Precision, orthogonal: int = 0
-) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file.
-
-    `orthogonal` is the number of parameters that Muon updates.
-    """
+def _state_bytes(parameters: int, moments: int, layout: Layout, precision: Precision) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file."""
     share = 1 / layout.data
     if layout.data == 1 and layout.zero == 2:
         layout = replace(layout, zero=1)
@@ -325,7 +332,7 @@ def _state_bytes(
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
     share = 1 if layout.zero == 0 else share
     has_masters = layout.zero >= 2 or precision == "bf16"
-    optimizer = FP32_BYTES * share * ((3 if has_masters else 2) * parameters - orthogonal)
+    optimizer = FP32_BYTES * share * (moments + (parameters if has_masters else 0))
     return weights, gradients, optimizer
 
 
@@ -402,8 +409,8 @@ def stage_memory(
     size = NUMBER_BYTES[precision]
     tokens = sequence * layout.micro_batch
     parameters = stage_parameters(model, layout, stage)
-    orthogonal = _orthogonal_parameters(model, layout, stage)
-    weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
+    moments = _stage_moments(model, layout, stage)
+    weights, gradients, optimizer = _state_bytes(parameters, moments, layout, precision)
     activations = _layers_activation_bytes(model, layout, stage, tokens, precision)
     activations += _entered_bytes(model, layout, stage, sequence, precision)
     kept = _passes_in_flight(layout, stage, micro_batches)

@@ -21,6 +21,7 @@ from ladder_lab.cost.memory import Layout, Precision, stage_memory
 from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json
+from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.command_line import Settings
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import raise_user_errors
@@ -57,8 +58,9 @@ def dry_run(settings: Settings, ranks: int, output: Path | None = None) -> None:
 def _unsupported(run: RunConfig) -> Iterator[str]:
     if run.parallel.offload_optimizer == "cpu":
         yield "--offload-optimizer cpu: a dry run counts no memory of the host: leave it out"
-    if run.optimizer.optimizer == "muon":
-        yield "--optimizer muon: a dry run has no numbers, which Muon exchanges before it allocates: leave it out"
+    optimizer = run.optimizer.optimizer
+    if optimizer_kind(optimizer).needs_whole_gradients:
+        yield f"--optimizer {optimizer}: a dry run has no numbers, which it exchanges before it allocates: leave it out"
     if run.training.distill_from is not None:
         yield (
             f"--distill-from {run.training.distill_from}: a dry run reads no weights and would not count those of the "

@@ -10,6 +10,7 @@ from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.blueprint.optimizers import OPTIMIZERS, optimizer_kind
 from megatron_ladder.blueprint.tensors import parameter_count
 
 MOST_NODES_OF_TENSOR = 2
@@ -19,8 +20,8 @@ CHUNKS = (2, 4, 8)
 """Numbers of ranges of layers of a stage whose schedule is interleaved."""
 PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if wiring.is_planned)
 """Those that `NamedWiring.is_planned` allows: the step time is that of identical layers."""
-_LEAST_STATE_BYTES = 14
-"""Bytes of weights, gradients and optimizer state of a parameter, over all GPUs: those of Muon."""
+_LEAST_STATE_BYTES = 10 + 4 * min(len(moments) for kind in OPTIMIZERS for moments in kind.moments.values())
+"""Bytes of weights, gradients, masters and moments of a parameter, over all GPUs."""
 SMALLEST_DIFFERENCE = 0.03
 """Relative difference below which two times tie."""
 
@@ -35,7 +36,7 @@ class PlanRequest:
     global_batch: int
     sequence: int
     wirings: tuple[str, ...]
-    muon: bool = False
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ def _layouts(request: PlanRequest, leanest: bool = False) -> Iterator[Layout]:
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
             zeros = [1]
             if pipeline == 1 and data > 1:
-                zeros = [1, 2] if request.muon else [1, 2, 3]
+                zeros = [1, 2] if optimizer_kind(request.optimizer).needs_whole_gradients else [1, 2, 3]
             chunks = _chunk_counts(request.model.num_layers, pipeline)
             least = MICRO_BATCHES[:1], (True,), chunks[:1]
             choices = least if leanest else (MICRO_BATCHES, (False, True), chunks)
             for micro_batch, recompute, count, zero, cut in product(*choices, zeros, sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
-                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, request.muon, chunks=count)
+                    optimizer = request.optimizer
+                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, optimizer, chunks=count)
 
 
 def _chunk_counts(layers: int, stages: int) -> list[int]:

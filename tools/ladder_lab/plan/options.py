@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.inference import Attention
@@ -14,6 +14,7 @@ from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
+from megatron_ladder.blueprint.optimizers import OptimizerName
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES, WIRING_FIELDS
 from megatron_ladder.command_line import flag_words, parse_command_line, take_subcommand
 from megatron_ladder.errors import Problem, UserError, expected_one_of
@@ -179,7 +180,7 @@ class LayoutOptions:
     wirings: tuple[str, ...] = flag((*SHARED_STREAM_MODES, *EXPERT_MODES), choices=PLANNED_WIRINGS)
     """Wirings to compare. desync-2x and desync-4x are planned with tensor parallelism only, and without sequence
     parallelism."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""

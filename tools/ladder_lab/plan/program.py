@@ -57,8 +57,8 @@ def print_layouts(name: str, model: ModelConfig, machine_options: MachineOptions
     wirings = tuple(wiring for wiring in possible if wiring in options.wirings)
     if not wirings:
         raise UserError(f"--wirings {' '.join(options.wirings)}: {name} can have {', '.join(possible)}")
-    muon = options.optimizer == "muon"
-    request = PlanRequest(model, machine, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
+    batch, optimizer = options.global_batch_size, options.optimizer
+    request = PlanRequest(model, machine, options.gpus, batch, options.seq_length, wirings, optimizer)
     plans = fitting_plans(request)
     if not plans:
         raise UserError(_nothing_fits(request, name))
@@ -247,7 +247,7 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
         "global_batch_size": request.global_batch,
         "sequence_parallel": layout.sequence_parallel or None,
         "recompute_granularity": "full" if layout.recompute else None,
-        "optimizer": "muon" if layout.muon else None,
+        "optimizer": layout.optimizer if layout.optimizer != Layout.optimizer else None,
         "bf16": True,
     }
     words = [*NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words(), *flag_words(flags)]

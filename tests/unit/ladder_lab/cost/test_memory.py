@@ -15,8 +15,8 @@ from ladder_lab.cost.memory import (
     _graph_slots,
     _head_activation_bytes,
     _layers_activation_bytes,
-    _orthogonal_parameters,
     _passes_in_flight,
+    _stage_moments,
     stage_chunks,
     stage_memory,
     stage_parameters,
@@ -152,9 +152,11 @@ def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, 
     mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
     with torch.device("meta"):
         module = LanguageModel(model, mesh, device=torch.device("meta"))
-    assert stage_parameters(model, Layout(tensor=tensor), 0) == sum(p.numel() for p in module.parameters())
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    assert stage_parameters(model, Layout(tensor=tensor), 0) == parameters
     matrices = sum(parameter.numel() for parameter in module.stack.parameters() if parameter.dim() > 1)
-    assert _orthogonal_parameters(model, Layout(tensor=tensor, muon=True), 0) == matrices
+    assert _stage_moments(model, Layout(tensor=tensor), 0) == 2 * parameters
+    assert _stage_moments(model, Layout(tensor=tensor, optimizer="muon"), 0) == 2 * parameters - matrices
 
 
 def test_stages_hold_the_whole_model() -> None:

@@ -103,7 +103,7 @@ def test_the_trainer_reads_the_model_of_a_plan_with_latent_attention(model: str)
 
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b"])
 def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
-    asked = replace(request_of(model, 64, 128), muon=model == "llama-1b")
+    asked = replace(request_of(model, 64, 128), optimizer="muon" if model == "llama-1b" else "adamw")
     plans = best_of_each_grid(fitting_plans(asked))
     named = fitting_plans(replace(asked, wirings=("staleness-2", "desync-2x", "desync-4x")))
     assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
@@ -116,7 +116,7 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
         assert parallel.tensor_model_parallel_size == layout.tensor
         assert (parallel.pipeline_model_parallel_size, run.chunks) == (layout.pipeline, layout.chunks)
         assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
-        assert run.optimizer.optimizer == ("muon" if asked.muon else "adamw")
+        assert run.optimizer.optimizer == asked.optimizer
         assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
         assert (run.recompute_layers > 0, parallel.sequence_parallel) == (layout.recompute, layout.sequence_parallel)
         assert run.training.bf16 and run.training.seq_length == 4096
