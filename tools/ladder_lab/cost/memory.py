@@ -435,8 +435,22 @@ def stage_memory(
     return Memory(weights, gradients, optimizer, activations)
 
 
+@lru_cache(maxsize=256)
+def unlike_stages(model: ModelConfig, pipeline: int, chunks: int) -> list[int]:
+    """Return the first stage of each kind of stages, which has most micro-batches in flight, and the last stage."""
+    layout = Layout(pipeline=pipeline, chunks=chunks)
+    first: dict[object, int] = {}
+    for stage in range(pipeline):
+        cuts = tuple(state_bytes(model, layout, 1, cut) for cuts in _cuts_of_stage(layout, stage) for cut in cuts)
+        layers = itertools.chain.from_iterable(stage_chunks(model, layout, stage))
+        streams = tuple(tuple(_new_streams(model)[layer]) for layer in layers)
+        kind = stage == 0, cuts, streams, tuple(_numbers_of_stage(model, layout, stage))
+        first.setdefault(kind, stage)
+    return sorted({*first.values(), pipeline - 1})
+
+
 def worst_memory(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int) -> Memory:
     """Return the memory of the fullest GPU, in bf16."""
-    stages = range(layout.pipeline)
+    stages = unlike_stages(model, layout.pipeline, layout.chunks)
     memories = [stage_memory(model, layout, stage, sequence, micro_batches) for stage in stages]
     return max(memories, key=lambda memory: memory.total)

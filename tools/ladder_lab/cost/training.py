@@ -40,7 +40,7 @@ A desync interval is one sub-block with one exposed reduce in each pass: at its 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
@@ -54,6 +54,7 @@ from ladder_lab.cost.memory import (
     stage_parameters,
     state_bytes,
     stream_bytes,
+    unlike_stages,
 )
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, partial_gradient_bytes
@@ -190,10 +191,10 @@ class LayerTime:
         shares_input = wired.shares_input and not layout.recompute
         return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_input)
 
-    @cached_property
+    @property
     def sample_flops(self) -> int:
         """Model FLOPs of training on one sample."""
-        return ModelFlops(self.model, self.sequence).training
+        return _sample_flops(self.model, self.sequence)
 
     @cached_property
     def wire(self) -> WireModel:
@@ -201,15 +202,20 @@ class LayerTime:
         return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
 
     @cached_property
-    def _passes(self) -> dict[tuple[tuple[SubBlockTime, ...], ...], tuple[float, float]]:
+    def _first_equal(self) -> list[int]:
+        """For each layer the first one with the same times."""
+        return [*map(self.layers.index, self.layers)]
+
+    @cached_property
+    def _passes(self) -> dict[tuple[int, ...], tuple[float, float]]:
         """The times of the stages so far; equal ones are simulated once."""
         return {}
 
     def passes(self, layers: range) -> tuple[float, float]:
         """Return the seconds of forward and backward of a range of layers: computing alone, and with reduces."""
-        key = tuple(self.layers[layers.start : layers.stop])
+        key = tuple(self._first_equal[layers.start : layers.stop])
         if key not in self._passes:
-            self._passes[key] = self._simulate([*chain.from_iterable(key)])
+            self._passes[key] = self._simulate([*chain.from_iterable(self.layers[layers.start : layers.stop])])
         return self._passes[key]
 
     @property
@@ -239,6 +245,11 @@ class LayerTime:
         return compute, forward + backward
 
 
+@lru_cache(maxsize=256)
+def _sample_flops(model: ModelConfig, sequence: int) -> int:
+    return ModelFlops(model, sequence).training
+
+
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     """Return the time of one step of `global_batch` samples, a multiple of data-parallel ranks x micro-batch."""
     micro_batches = global_batch // (layout.data * layout.micro_batch)
@@ -247,7 +258,8 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     filling = (sum(total for _, total in stages) - slowest) / layout.chunks
     message = _message_seconds(times, layout)
     # The GPU that holds most.
-    parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
+    unlike = unlike_stages(times.model, layout.pipeline, layout.chunks)
+    parameters = max(stage_parameters(times.model, layout, stage) for stage in unlike)
     update = times.moving(UPDATE_BYTES * parameters / (layout.data if layout.zero else 1))
     return StepTime(
         compute=micro_batches * compute + update,

@@ -7,7 +7,7 @@ import pytest
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import PRESETS, Machine
-from ladder_lab.cost.memory import RESERVED_BYTES
+from ladder_lab.cost.memory import RESERVED_BYTES, stage_memory, worst_memory
 from ladder_lab.plan.layouts import LayoutPlan, PlanRequest, _layouts, best_of_each_grid, fitting_plans, verdict
 from ladder_lab.plan.program import _command
 from ladder_lab.wirings import NAMED_WIRINGS
@@ -76,6 +76,17 @@ def test_graphs_are_planned_where_they_fit_and_the_host_waits_for_no_experts() -
     assert plan.time.total > largest.time.total
     others = fitting_plans(replace(asked, machine=Machine.usual("a100")))
     assert {plan.layout.captures for plan in others if plan.layout.zero < 2} == {False}
+
+
+@pytest.mark.parametrize(("model", "wiring"), [("llama-1b", "standard"), ("deepseek-v2-lite", "farskip")])
+def test_the_fullest_stage_is_found_among_unlike_ones(model: str, wiring: str) -> None:
+    asked = request_of(model, gpus=8, batch=24, wirings=(wiring,))
+    layouts = [layout for layout in _layouts(asked) if layout.pipeline > 1 and layout.micro_batch == 1]
+    assert len(layouts) > 10
+    for layout in layouts:
+        wired = NAMED_WIRINGS[wiring].of(asked.model, layout.tensor)
+        totals = [stage_memory(wired, layout, stage, 4096, 24).total for stage in range(layout.pipeline)]
+        assert worst_memory(wired, layout, 4096, 24).total == max(totals)
 
 
 def test_a_winner_needs_more_than_three_per_cent() -> None:
