@@ -7,9 +7,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.bench.options import parse_options  # noqa: E402
+from ladder_lab.bench.options import parse_benchmark  # noqa: E402
 from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
+
+parse_options = parse_benchmark
 
 
 def main(argv: Sequence[str]) -> None:

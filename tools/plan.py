@@ -6,8 +6,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.plan.options import LayoutOptions, parse_options, planned_model  # noqa: E402
+from ladder_lab.plan.options import LayoutOptions, parse_plan, planned_model  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
+
+parse_options = parse_plan
 
 
 def main(argv: Sequence[str]) -> None:

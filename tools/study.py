@@ -6,8 +6,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.study.options import ReportOptions, parse_options  # noqa: E402
+from ladder_lab.study.options import ReportOptions, parse_study  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
+
+parse_options = parse_study
 
 
 def main(argv: Sequence[str]) -> None:

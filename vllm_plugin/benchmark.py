@@ -92,7 +92,7 @@ def table_row(
     return row
 
 
-def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmark.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -365,7 +365,7 @@ def measure_real(options: argparse.Namespace, mode: str) -> Iterator[dict[str, s
 
 def main(argv: Sequence[str]) -> None:
     """Start the ranks, or run as one of them."""
-    options = parse_options(argv)
+    options = parse_arguments(argv)
     if "RANK" not in os.environ:
         start_ranks(options, argv)
     measure = measure_emulated if options.device == "cpu" else measure_real

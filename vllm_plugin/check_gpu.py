@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from vllm import LLM, SamplingParams
 
-from benchmark import model_config, parse_options
+from benchmark import model_config, parse_arguments
 
 MODEL = "--device cuda --layers 16 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --steps 256"
 CASES = {
@@ -38,7 +38,7 @@ def measure(options: Namespace, case: str, overlap: bool) -> list[tuple[str, flo
 
 
 if __name__ == "__main__":
-    flags = parse_options([*MODEL.split(), *sys.argv[1:]])
+    flags = parse_arguments([*MODEL.split(), *sys.argv[1:]])
     equal = []
     for case in CASES if flags.device == "cuda" else ["defaults", "eager"]:
         pairs = list(zip(*(measure(flags, case, overlap) for overlap in (True, False)), strict=True))

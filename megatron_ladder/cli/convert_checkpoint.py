@@ -12,9 +12,11 @@ from megatron_ladder.convert.options import (
     ImportOptions,
     MergeOptions,
     SensitivityOptions,
-    parse_options,
+    parse_conversion,
 )
 from megatron_ladder.errors import run_program
+
+parse_options = parse_conversion
 
 
 def main(argv: Sequence[str]) -> None:

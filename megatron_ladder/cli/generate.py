@@ -7,7 +7,9 @@ from contextlib import nullcontext, suppress
 
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.generate.options import parse_options
+from megatron_ladder.generate.options import parse_generation
+
+parse_options = parse_generation
 
 
 def main(argv: Sequence[str]) -> None:

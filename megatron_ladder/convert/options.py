@@ -156,7 +156,7 @@ _DESCRIPTION = "Converts checkpoints between Hugging Face and training; needs no
 INSPECT = "Prints what a directory contains and what is missing."
 
 
-def parse_options(argv: Sequence[str]) -> Options | Path:
+def parse_conversion(argv: Sequence[str]) -> Options | Path:
     """Parse the verb and its flags; a path is a directory to inspect. Raises UserError with one line per error."""
     texts = {verb: text for verb, (_, text) in VERBS.items()} | {"inspect": INSPECT}
     verb, words = take_subcommand(argv, texts, _PROGRAM, _DESCRIPTION)

@@ -127,7 +127,7 @@ class GenerateOptions:
 SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions)
 
 
-def parse_options(argv: Sequence[str]) -> GenerateOptions:
+def parse_generation(argv: Sequence[str]) -> GenerateOptions:
     """Parse the command line; raises UserError with one line for each error that needs no file to be found."""
     errors: list[str] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION))

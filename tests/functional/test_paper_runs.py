@@ -18,7 +18,7 @@ from examples.paper.check import (
 )
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
 from examples.paper.speed_report import FIXED_ALPHA, FIXED_SIZE, ONE_SHOT_ALPHA, read_published, report
-from ladder_lab.bench.options import parse_options
+from ladder_lab.bench.options import parse_benchmark
 from ladder_lab.bench.results import BenchmarkRow
 from ladder_lab.cost.machines import PRESETS, Machine
 from megatron_ladder.blueprint.tensors import parameter_count
@@ -139,7 +139,7 @@ def test_every_published_speed_has_a_command() -> None:
         commands += map(shlex.split, done.stdout.splitlines())
     for words in commands:
         begin = words.index("tools/benchmark.py") + 1
-        case, options = parse_options(words[begin:])
+        case, options = parse_benchmark(words[begin:])
         peers = "off" if words[:2] == ["env", "NCCL_P2P_DISABLE=1"] else "on"
         assert options.sequence == {"prefill": 1024, "decode": 1280}[case]
         assert (options.cuda_graph, options.compile_sub_blocks) == (True, "true")
@@ -178,7 +178,7 @@ def test_one_gpu_measures_the_setting_that_was_fixed_before() -> None:
     assert done.returncode == 0, done.stderr
     found = set()
     for words in map(shlex.split, done.stdout.splitlines()):
-        case, options = parse_options(words[words.index("tools/benchmark.py") + 1 :])
+        case, options = parse_benchmark(words[words.index("tools/benchmark.py") + 1 :])
         assert options.emulate and (options.device, options.tp, options.compile_sub_blocks) == ("cuda", 8, "true")
         assert options.cuda_graph and options.sequence == {"prefill": 1024, "decode": 1280}[case]
         assert options.alpha[0] == FIXED_ALPHA and options.skew[0] in ("0", "0us")

@@ -112,5 +112,5 @@ def test_wirings_without_their_experts_are_refused(
     from vllm_plugin import benchmark
 
     with pytest.raises(SystemExit) as exit_:
-        benchmark.parse_options(arguments.split())
+        benchmark.parse_arguments(arguments.split())
     assert exit_.value.code == 2 and message in capsys.readouterr().err

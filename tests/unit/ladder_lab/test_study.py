@@ -19,10 +19,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ladder_lab.bench.options import parse_options as parse_benchmark
+from ladder_lab.bench.options import parse_benchmark
 from ladder_lab.study import program, report, trials
 from ladder_lab.study.figures import holm, paired, power_law, trend
-from ladder_lab.study.options import GridOptions, Parsed, parse_options
+from ladder_lab.study.options import GridOptions, Parsed, parse_study
 from ladder_lab.study.trials import Request, Trial, resolve_trial, trial_flags
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES
@@ -39,7 +39,7 @@ SIZE = "2x24x40x2x1x50"
 
 @functools.cache
 def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
-    found = parse_options(f"{first} {words}".split())
+    found = parse_study(f"{first} {words}".split())
     assert isinstance(found, Parsed)
     return found
 

@@ -83,7 +83,7 @@ class BenchmarkOptions:
     """File for the results: a list of rows."""
 
 
-def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
+def parse_benchmark(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
     subcommand, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
     case = cast(Case, subcommand)

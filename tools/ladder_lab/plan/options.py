@@ -229,7 +229,7 @@ DESCRIPTIONS = {
 KINDS = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 
-def parse_options(
+def parse_plan(
     argv: Sequence[str],
 ) -> tuple[MachineOptions, LayoutOptions | InferenceOptions, ModelFlags]:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""

@@ -124,7 +124,7 @@ class Parsed:
         return max(1, round(tokens / (training.global_batch_size * training.seq_length)))
 
 
-def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
+def parse_study(argv: Sequence[str]) -> Parsed | ReportOptions:
     """Parse `run|report` and the flags. Raises UserError with one message per error."""
     command, _ = take_subcommand(argv, DESCRIPTIONS, "study.py", "Runs and reports grids of training runs.")
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ladder_lab.bench.options import parse_alpha, parse_options
+from ladder_lab.bench.options import parse_alpha, parse_benchmark
 from ladder_lab.bench.sizes import SIZES, find_size
 from megatron_ladder.blueprint.tensors import active_parameters, parameter_count
 from tests.helpers.runs import errors_of
@@ -17,19 +17,19 @@ def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> No
 
 
 def test_gpus_have_their_own_interconnect() -> None:
-    _, own = parse_options("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b".split())
+    _, own = parse_benchmark("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b".split())
     assert (own.tp, own.alpha, own.sizes) == (4, ("own",), ("llama-8b",))
 
 
 def test_one_gpu_has_an_emulated_interconnect() -> None:
     words = "decode --emulate --device cuda --tp 8 --alpha 0 nvlink 2c --comm-sms 1 16 --skew 0us 8us --sizes llama-8b"
-    _, options = parse_options(words.split())
+    _, options = parse_benchmark(words.split())
     assert (options.alpha, options.comm_sms, options.cuda_graph) == (("0", "nvlink", "2c"), (1, 16), True)
 
 
 def test_only_gpus_have_graphs_by_default() -> None:
     words = ["train", "train --device cuda", "train --device cuda --no-cuda-graph"]
-    assert [parse_options(one.split())[1].cuda_graph for one in words] == [False, True, False]
+    assert [parse_benchmark(one.split())[1].cuda_graph for one in words] == [False, True, False]
 
 
 def test_all_errors_are_reported_together() -> None:
@@ -60,7 +60,7 @@ def test_all_errors_are_reported_together() -> None:
             ["--sizes huge", "--alpha fast", "--alpha dgx-spark: known for 2 ranks, found 3: change --tp"],
         ),
     ):
-        found = errors_of(parse_options, words.split())
+        found = errors_of(parse_benchmark, words.split())
         assert [m.startswith(s) for m, s in zip(found, starts, strict=True)] == [True] * len(starts)
 
 
