@@ -14,7 +14,7 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NoReturn, TypeVar
@@ -92,7 +92,7 @@ class Problem:
     before: str
     after: str
 
-    def __init__(self, fields: Mapping[str, object] | str, reason: str, fix: str = "", **texts: object) -> None:
+    def __init__(self, fields: Mapping[str, object] | str, reason: str, fix: str = "", /, **texts: object) -> None:
         if isinstance(fields, str):
             texts = {"flag": fields, "text": reason}
             field_name = fields.removeprefix("--").replace("-", "_")
@@ -155,6 +155,14 @@ class Problem:
             return self
         problem = Problem({field_name: None}, "{} " + self.reason, self.fix, **self.texts)
         return problem.noted(self.before, self.after)
+
+    def among(self, known: Collection[str]) -> "Problem":
+        """Return the problem for a program that has only some fields: without a fix, and with others as texts."""
+        reason = self.reason.replace("{}", "{" + next(iter(self.fields), "") + "}")
+        named = re.findall(r"{(\w+)}", reason)
+        others = {name: self.fields.get(name) for name in named if name not in (*known, *self.texts)}
+        texts = self.texts | {name: name if value is None else f"{name} {value}" for name, value in others.items()}
+        return Problem({name: value for name, value in self.fields.items() if name in known}, reason, **texts)
 
     def noted(self, before: str = "", after: str = "") -> "Problem":
         """Return the problem with a note before its message, or after it."""

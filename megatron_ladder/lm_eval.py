@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.data.chat_records import Message
 from megatron_ladder.data.chat_template import ChatTemplateError
-from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, Vocabulary, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.options import SamplingOptions
 from megatron_ladder.generate.prompts import ConversationPrompts
@@ -58,7 +58,8 @@ class LadderLM(TemplateLM):
         try:
             self._evaluator = Evaluator(int(batch_size), **flags)
         except UserError as error:
-            raise UserError(*(f"--model_args: {message}" for message in error.messages)) from None
+            messages = (problem.render(Vocabulary(str)) for problem in error.problems)
+            raise UserError(*(f"--model_args: {message}" for message in messages)) from None
         atexit.register(self._evaluator.close)
         self._device = self._evaluator.device
         self._prefix = list(self._evaluator.stored.export_prefix)

@@ -284,7 +284,7 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
     if is_hf_directory(save):
         raise UserError(
             f"{save}: is a Hugging Face directory, expected training checkpoints: convert it with "
-            f"tools/convert_checkpoint.py import --hf {save} --save DIR, and give DIR"
+            f"`tools/convert_checkpoint.py import --hf {save} --save DIR`, and give DIR"
         )
     if (save / MANIFEST_NAME).is_file() or (is_published_name(save.name) and save.exists()):
         return _open_complete(save)

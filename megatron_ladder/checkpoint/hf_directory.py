@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint.fp8 import StoredWeight, join_factors
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.tensor_file import all_finite, element_name, equal_bits, open_safetensors, stored_tensor
-from megatron_ladder.errors import UserError, limited, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, limited, raise_user_errors
 from megatron_ladder.files import check_directory, reject_pointer
 from megatron_ladder.typed import json_object
 
@@ -192,11 +192,12 @@ def open_hf_directory(path: Path) -> HFDirectory:
     Of the data, only the scales of FP8 weights are read, which must be finite, and a stored head of a model with tied
     embeddings, which must equal the embedding.
     """
-    check_directory(path, "--hf")
+    check_directory(path)
     if not is_hf_directory(path):
         if find_checkpoint(path) is not None:
-            raise UserError(f"--hf {path}: holds training checkpoints, which need no import: give it to --load")
-        raise UserError(f"--hf {path}: has no {HF_CONFIG}, expected a Hugging Face directory with safetensors")
+            reason = "{path}: holds training checkpoints, which need no import: give it to {load}"
+            raise UserError(Problem({}, reason, path=path))
+        raise UserError(f"{path}: has no {HF_CONFIG}, expected a Hugging Face directory with safetensors")
     config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
     model_type = type_of(config)

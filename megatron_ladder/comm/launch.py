@@ -221,8 +221,7 @@ def from_rank_0(rank_info: RankInfo, peers: Peers, timeout_minutes: float, look:
         text = peers.unless_ended(partial(store.get, "findings"), "the findings of rank 0", timeout)
         problems, findings = json.loads(zlib.decompress(text))
     except dist.DistError as error:
-        flags = "--load, --save, --distill-from and --streaming"
-        raise LostPeerError(f"rank 0 sent no findings about {flags}: {error}", [0]) from error
+        raise LostPeerError(f"rank 0 sent no findings about the files that the run names: {error}", [0]) from error
     raise_user_errors(map(Problem.read, problems))
     return findings
 

@@ -26,7 +26,7 @@ from megatron_ladder.comm.agreement import raising_on_all_ranks
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.torch_private import has_nvlink, map_symmetric_memory
 
 AllReduceChoice = Literal["auto", "nccl", "symmetric"]
@@ -103,9 +103,10 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _impossible(found: str) -> UserError:
-    needs = "--tp-all-reduce symmetric needs all ranks on GPUs of one machine that are joined by NVLink"
+    reason = "{} needs all ranks on GPUs of one machine that are joined by NVLink, found {found}"
     # Errors of CUDA have several lines.
-    return UserError(f"{needs}, found {found.splitlines()[0]}: use --tp-all-reduce nccl")
+    found = found.splitlines()[0]
+    return UserError(Problem({"tp_all_reduce": "symmetric"}, reason, "use {} nccl", found=found))
 
 
 def select_all_reduce(

@@ -34,7 +34,7 @@ from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.convert.sensitivity import read_batches, run_model
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.errors import BadNumbersError, Problem, UserError
 from megatron_ladder.generate.loading import DTYPES, open_model
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.model.language_model import LanguageModel
@@ -42,7 +42,9 @@ from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import RowParallelLinear
 from megatron_ladder.progress import ProgressBar
 
-_NOTHING_IN_FLIGHT = "--ladder-layers: nothing reads while an output is in flight: give other or more layers"
+_NOTHING_IN_FLIGHT = Problem(
+    {"ladder_layers": None}, "{}: nothing reads while an output is in flight", "give other or more layers"
+)
 _MOST_SWEEPS = 10
 _LEAST_GAIN = 0.002
 """The sweeps end when one adds less than this share of all effects."""
@@ -142,7 +144,7 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("arrange assigns units to lanes with scipy: pip install 'megatron-ladder[lab]'")
-    stored = open_model(options.load, None, None, flag="--load")
+    stored = open_model(options.load, None, None, "load")
     target = _arranged_model(stored.config, options)
     batches = read_batches(options, stored)
     if options.dry_run:
@@ -161,21 +163,17 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
 def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
     """Return the model with lanes. Raises UserError if there is nothing to arrange."""
     if model.lanes or model.wiring.stream == "per rank":
-        raise UserError(
-            f"--load {options.load}: the model depends on which heads and neurons share a rank, so they cannot be "
-            "exchanged: arrange the model that it was made from"
-        )
+        reason = "{load}: the model depends on which heads and neurons share a rank, so they cannot be exchanged"
+        raise UserError(Problem({"load": options.load}, reason, "arrange the model that it was made from"))
     target = rewired(model, options)[0]
     if options.lanes is None or options.lanes < 2:
-        value = "" if options.lanes is None else f" {options.lanes}"
-        raise UserError(f"--lanes{value}: give the number of lanes to arrange, at least 2")
+        raise UserError(Problem({"lanes": options.lanes}, "{lanes}: give the number of lanes to arrange, at least 2"))
     if not target.lanes:
         raise UserError(_NOTHING_IN_FLIGHT)
     if target.num_key_value_heads % target.lanes:
-        raise UserError(
-            f"--lanes {target.lanes}: the model has {target.num_key_value_heads} key-value heads, and lanes that share "
-            "one cannot be arranged: give a divisor of that number"
-        )
+        heads = target.num_key_value_heads
+        reason = f"{{lanes}}: the model has {heads} key-value heads, and lanes that share one cannot be arranged"
+        raise UserError(Problem({"lanes": target.lanes}, reason, "give a divisor of that number"))
     return target
 
 

@@ -49,7 +49,7 @@ from megatron_ladder.convert.training_checkpoint import (
     open_training_checkpoint,
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.model.language_model import LanguageModel
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -68,7 +68,10 @@ def plan_import(options: ImportOptions) -> Conversion:
     Raises UserError if the source is inconsistent or not supported, or the target must not be written to.
     """
     check_save_target(options.save, 0, options.overwrite)
-    directory = hf_directory.open_hf_directory(options.hf)
+    errors = ErrorCollector()
+    with errors.collect("hf"):
+        directory = hf_directory.open_hf_directory(options.hf)
+    errors.raise_if_any()
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)
     carried = small_files.read_carried(options.hf)
@@ -158,8 +161,12 @@ def plan_merge(options: MergeOptions) -> Conversion:
     newest = sources[-1]
     check_save_target(options.save, newest.checkpoint.iteration, options.overwrite)
     raise_user_errors(
-        f"--load {source.checkpoint.directory}: is of another model than {newest.checkpoint.directory}: merge "
-        "checkpoints of one run"
+        Problem(
+            {"load": source.checkpoint.directory},
+            "{load}: is of another model than {newest}",
+            "merge checkpoints of one run",
+            newest=newest.checkpoint.directory,
+        )
         for source in sources
         if source.model != newest.model
     )
@@ -195,21 +202,23 @@ def _merged_names(options: MergeOptions) -> list[str]:
     names = {publish.publishing_order(name)[0]: name for name in publish.published_checkpoints(options.load)}
     if not names:
         source = open_training_checkpoint(options.load)
-        raise UserError(
-            f"--load {source.checkpoint.directory}: is one checkpoint: give the directory that contains several"
-        )
+        fix = "give the directory that contains several"
+        raise UserError(Problem({"load": source.checkpoint.directory}, "{load}: is one checkpoint", fix))
     existing = f"{options.load} contains iterations {', '.join(map(str, sorted(names)))}"
     if options.last is None and not options.iterations:
-        raise UserError(f"--iterations or --last must choose the checkpoints to merge: {existing}")
+        reason = "{iterations} or {last} must choose the checkpoints to merge: {existing}"
+        raise UserError(Problem({"iterations": None}, reason, existing=existing))
     iterations = sorted({*options.iterations})
-    flag = f"--iterations {' '.join(map(str, options.iterations))}"
+    chosen: dict[str, object] = {"iterations": " ".join(map(str, options.iterations))}
     if options.last is not None:
         iterations = sorted(names)[-options.last :]
-        flag = f"--last {options.last}"
+        chosen = {"last": options.last}
     if absent := [str(iteration) for iteration in iterations if iteration not in names]:
-        raise UserError(f"{flag}: no checkpoint of iteration {', '.join(absent)}: {existing}")
+        reason = f"{{}}: no checkpoint of iteration {', '.join(absent)}: {{existing}}"
+        raise UserError(Problem(chosen, reason, existing=existing))
     if len(iterations) < (options.last or 2):
-        raise UserError(f"{flag}: expected {options.last or 'two or more'} different checkpoints: {existing}")
+        reason = f"{{}}: expected {options.last or 'two or more'} different checkpoints: {{existing}}"
+        raise UserError(Problem(chosen, reason, existing=existing))
     return [names[iteration] for iteration in iterations]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_ladder.checkpoint.tensor_file import all_finite, equal_bits
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, size_text
-from megatron_ladder.errors import UserError, counted, describe_full_disk
+from megatron_ladder.errors import Problem, UserError, counted, describe_full_disk
 from megatron_ladder.files import TEMPORARY_SUFFIX, atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 
@@ -71,7 +71,8 @@ class CopiedTensor:
         cast = stored.to(getattr(torch, self.dtype))
         if cast.dtype != stored.dtype and cast.isinf().any():
             largest = f"the value {float(stored.abs().max()):.3g} does not fit in {self.dtype}"
-            raise UserError(f"{self.source}: {largest}; choose another --dtype")
+            reason = "{source}: {largest}; choose another {dtype}"
+            raise UserError(Problem({}, reason, source=self.source, largest=largest))
         return cast
 
 
@@ -137,7 +138,7 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     size = size_text(total_bytes(files))
     report(f"{size} in {counted(len(files), 'file')} -> {conversion.target}")
     if options.dry_run:
-        report("nothing was written (--dry-run)")
+        report("nothing was written (dry run)")
         return
     # Its execution.
     continued = work.exists()

@@ -53,7 +53,7 @@ def _training(path: Path) -> Iterator[str]:
     if checkpoint.has_moments:
         yield f"optimizer: {checkpoint.optimizer}"
     else:
-        yield "without optimizer state: continue with pretrain_ladder.py --load DIR --finetune"
+        yield "without optimizer state: continue with `pretrain_ladder.py --load DIR --finetune`"
     yield "with a tokenizer" if checkpoint.manifest.get("tokenizer") else "without a tokenizer"
 
 

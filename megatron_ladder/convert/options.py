@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_ladder.blueprint.wiring import LATE_MODES, ResidualMode
 from megatron_ladder.checkpoint.hf_types import TYPES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import flag
 
 
@@ -180,5 +180,6 @@ def shard_bytes(text: str) -> int:
         unit = 1024 if match[3] else 1000
         size = int(float(match[1]) * unit ** ("KMG".index(match[2]) + 1 if match[2] else 0))
     if size < 1:
-        raise UserError(f"--max-shard-size {text}: expected a number of bytes, such as 500MB, 5GB or 2GiB")
+        reason = "{}: expected a number of bytes, such as 500MB, 5GB or 2GiB"
+        raise UserError(Problem({"max_shard_size": text}, reason))
     return size

@@ -20,7 +20,7 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     remove_old_checkpoints,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.files import sync_directory
 
 
@@ -38,11 +38,13 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
         return
     is_model = is_hf_directory(target)
     if not is_model and (published_checkpoints(target) or is_published_name(target.name)):
-        raise UserError(f"--hf {target}: holds training checkpoints: give it to --load, and --hf a directory to write")
+        fix = "give it to {load}, and to {hf} a directory to write"
+        raise UserError(Problem({"hf": target}, "{hf}: holds training checkpoints", fix))
     if not overwrite:
-        raise UserError(f"--hf {target}: exists and is not empty; choose another, or add --overwrite")
+        raise UserError(Problem({"hf": target}, "{hf}: exists and is not empty", "choose another, or add {overwrite}"))
     if not is_model:
-        raise UserError(f"--hf {target}: has no {HF_CONFIG}, and --overwrite replaces only models; choose another")
+        reason = f"{{hf}}: has no {HF_CONFIG}, and {{overwrite}} replaces only models"
+        raise UserError(Problem({"hf": target}, reason, "choose another"))
 
 
 def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
@@ -63,18 +65,20 @@ def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
 def check_save_target(save: Path, iteration: int, overwrite: bool) -> None:
     """Raise UserError if a checkpoint of that iteration must not be written into a directory of checkpoints."""
     if is_published_name(save.name):
-        raise UserError(f"--save {save}: is the name of a single checkpoint; choose the directory above it")
+        reason = "{save}: is the name of a single checkpoint"
+        raise UserError(Problem({"save": save}, reason, "choose the directory above it"))
     if is_hf_directory(save):
-        raise UserError(f"--save {save}: is a Hugging Face directory, which import reads as --hf; choose another")
+        reason = "{save}: is a Hugging Face directory, which import reads as {hf}"
+        raise UserError(Problem({"save": save}, reason, "choose another"))
     published = published_checkpoints(save)
     others = [name for name in published if publishing_order(name)[0] != iteration]
     if others:
-        raise UserError(
-            f"--save {save}: holds {', '.join(others[:3])}{' and more' if len(others) > 3 else ''}, checkpoints of "
-            "another run; choose another directory"
-        )
+        listed = ", ".join(others[:3]) + (" and more" if len(others) > 3 else "")
+        reason = "{save}: holds {listed}, checkpoints of another run"
+        raise UserError(Problem({"save": save}, reason, "choose another directory", listed=listed))
     if published and not overwrite:
-        raise UserError(f"--save {save}: holds {published[-1]}; choose another directory, or add --overwrite")
+        reason = f"{{save}}: holds {published[-1]}"
+        raise UserError(Problem({"save": save}, reason, "choose another directory, or add {overwrite}"))
 
 
 def publish_save(work: Path, save: Path, iteration: int, overwrite: bool) -> Path:

@@ -23,7 +23,7 @@ from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_se
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
-from megatron_ladder.errors import BadNumbersError, ErrorCollector, UserError
+from megatron_ladder.errors import BadNumbersError, ErrorCollector, Problem, UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
@@ -44,7 +44,7 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     """Measure, as one rank or alone, and write the result. Raises UserError before any process group exists."""
     rank_info = read_rank_info()
     model = ModelOptions(options.load, options.tensor_model_parallel_size, options.dtype)
-    stored = open_model(options.load, None, None, flag="--load")
+    stored = open_model(options.load, None, None, "load")
     target = _late_model(stored.config, options)
     check_hardware(rank_info, model, stored.config)
     batches = read_batches(options, stored)
@@ -61,15 +61,11 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
 def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     """Return the model with all layers late. Raises UserError if the wiring needs other tensors."""
     if model.lanes:
-        raise UserError(
-            f"--load {options.load}: a model of {model.lanes} lanes with own partials: measure the standard model that "
-            "it was made from"
-        )
+        reason = f"{{load}}: a model of {model.lanes} lanes with own partials"
+        raise UserError(Problem({"load": options.load}, reason, "measure the standard model that it was made from"))
     if model.wiring.stream == "per rank":
-        raise UserError(
-            f"--load {options.load}: a {model.residual_mode} model, whose norms differ from rank to rank, so its "
-            "wiring cannot change: measure another model"
-        )
+        reason = f"{{load}}: a {model.residual_mode} model, whose norms differ from rank to rank, so its wiring cannot "
+        raise UserError(Problem({"load": options.load}, reason + "change", "measure another model"))
     default = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
     if model.wiring.late:
         default = model.residual_mode
@@ -93,7 +89,8 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     tokenizer = stored.tokenizer
     length = options.seq_length or min(_LONGEST_ROW, model.max_position_embeddings)
     if length > model.max_position_embeddings:
-        raise UserError(f"--seq-length {length}: the model has only {model.max_position_embeddings} positions")
+        reason = f"{{seq_length}}: the model has only {model.max_position_embeddings} positions"
+        raise UserError(Problem({"seq_length": length}, reason))
     errors = ErrorCollector()
     with errors.collect("data"):
         dataset = IndexedDataset(options.data)
@@ -108,23 +105,25 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
         eod_id, bool(options.reset_position_ids), bool(options.reset_attention_mask), bool(options.eod_mask_loss)
     )
     if eod_id is None and (rules.eod_mask_loss or (rules.cuts_rows and not source.has_begins)):
-        raise UserError(f"--load {stored.directory}: has no tokenizer, whose end-of-document token these flags need")
+        reason = "{load}: has no tokenizer, whose end-of-document token these flags need"
+        raise UserError(Problem({"load": stored.directory}, reason))
     count = min(options.tokens // length, len(source))
     if count < 2:
-        raise UserError(
-            f"--tokens {options.tokens}, --data {options.data}: {len(source)} rows of --seq-length {length} are in the "
-            "file, and two are the least for a standard error: give more tokens, or shorter rows"
+        reason = (
+            f"{{tokens}}, {{data}}: {len(source)} rows of {{seq_length}} are in the file, and two are the least for a "
+            "standard error"
         )
+        values = {"tokens": options.tokens, "data": options.data, "seq_length": length}
+        raise UserError(Problem(values, reason, "give more tokens, or shorter rows"))
     rows = source.samples(np.linspace(0, len(source) - 1, count).astype(np.int64))
     if (largest := int(rows.tokens.max())) >= model.vocab_size:
-        raise UserError(
-            f"--data {options.data}: contains id {largest}, but the vocabulary of the model has {model.vocab_size}: "
-            "use data of the model's tokenizer"
-        )
+        reason = f"{{data}}: contains id {largest}, but the vocabulary of the model has {model.vocab_size}"
+        raise UserError(Problem({"data": options.data}, reason, "use data of the model's tokenizer"))
     batches = make_micro_batches(rows, rules, options.batch_size)
     with_labels = [batch for batch in batches if _counted(batch).any()]
     if not with_labels:
-        raise UserError(f"--data {options.data}: no token of these rows is a label: give other data, or --loss-on all")
+        reason = "{data}: no token of these rows is a label"
+        raise UserError(Problem({"data": options.data}, reason, "give other data, or {loss_on} all"))
     return with_labels
 
 
@@ -239,7 +238,7 @@ def _measure(
     if unclear and is_first:
         print(
             f"*** {unclear} of {greedy} layers were chosen by less than one standard error over the next best: "
-            "more --tokens make the order reliable ***",
+            "more tokens make the order reliable ***",
             flush=True,
         )
     rest = sorted(set(range(layers)) - set(chosen), key=lambda layer: last[layer])

@@ -21,7 +21,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.checkpoint.tensor_file import box_key, checksum_of, file_checksum
 from megatron_ladder.convert.copying import CopiedTensor, Files, divide
-from megatron_ladder.errors import UserError, limited, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, limited, raise_user_errors
 
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
@@ -70,7 +70,8 @@ class TrainingCheckpoint:
         try:
             self.checkpoint.verify("verifying the source", only_weights=only_weights)
         except UserError as error:
-            raise UserError(*(f"{line}; choose another checkpoint with --load" for line in error.messages)) from None
+            reason = "{problem}; choose another checkpoint with {load}"
+            raise UserError(*(Problem({}, reason, problem=problem) for problem in error.problems)) from None
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
@@ -78,16 +79,15 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
 
     Raises UserError if no checkpoint is complete, or tensors are missing, unexpected or have other shapes.
     """
-    try:
+    errors = ErrorCollector()
+    with errors.collect("load"):
         checkpoint = Checkpoint.open(load)
-    except UserError as error:
-        first, *more = error.messages
-        raise UserError(f"--load {first}", *more) from None
+    errors.raise_if_any()
     path = checkpoint.directory / MANIFEST_NAME
     model = checkpoint.model()
     specs = {tensor.name: tensor for tensor in model_tensors(model)}
     optimizer = optimizer_kind(checkpoint.optimizer)
-    errors = []
+    differences = []
     for kind in manifest.KINDS:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
@@ -100,8 +100,8 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
             expected = specs[name].shape if name in specs else None
             is_optional = shape is None and specs[name].role in may_lack
             if shape != expected and not is_optional:
-                errors.append(f"{path}: {kind} of {name}: found {_text(shape)}, expected {_text(expected)}")
-    raise_user_errors(limited(errors))
+                differences.append(f"{path}: {kind} of {name}: found {_text(shape)}, expected {_text(expected)}")
+    raise_user_errors(limited(differences))
     of_tensors = set[str]()
     for kind in manifest.KINDS:
         of_tensors.update(*(stored.files() for stored in checkpoint.stored(kind).values()))

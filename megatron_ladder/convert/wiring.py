@@ -17,12 +17,12 @@ from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_ST
 from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors
 from megatron_ladder.files import write_atomically
-from megatron_ladder.flags import flag_name, section_flags
+from megatron_ladder.flags import section_flags
 from megatron_ladder.typed import read_json, typed
 
 _BEST = "best:"
 """How a value of --ladder-layers begins that refers to such a file."""
-_FLAGS = {flag.name for flag in section_flags(CheckpointOptions)}
+_FIELDS = {flag.field_name for flag in section_flags(CheckpointOptions)}
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _LateMode = Literal[LATE_MODES]  # type: ignore[valid-type]
 
@@ -77,10 +77,10 @@ def _read_sensitivity(path: Path) -> Sensitivity:
         if sorted(sensitivity.order) != list(range(sensitivity.num_layers)):
             raise ValueError(f"order {sensitivity.order} does not contain each of {sensitivity.num_layers} layers once")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give the --output of convert_checkpoint.py sensitivity") from None
+        raise UserError(f"{path}: {error.strerror}: give the output of `convert_checkpoint.py sensitivity`") from None
     except ValueError as error:
         raise UserError(
-            f"{path}: not a file of convert_checkpoint.py sensitivity: {error}: run it again, or give another file"
+            f"{path}: not a file of `convert_checkpoint.py sensitivity`: {error}: run it again, or give another file"
         ) from None
     return sensitivity
 
@@ -119,30 +119,30 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     # Weights that do not suit the wiring, and flags without a meaning.
     old, new = model.wiring, WIRINGS[mode]
     errors = []
+    wanted = {"residual_mode": mode}
     if old.stream == "per rank":
-        errors.append(
-            f"--residual-mode {mode}: the source is {old.name}, whose norms differ from rank to rank, so its wiring "
-            "cannot change: leave --residual-mode, --ladder-layers, --residual-staleness and --lanes out"
-        )
+        reason = f"{{}}: the source is {old.name}, whose norms differ from rank to rank, so its wiring cannot change"
+        fix = "leave {residual_mode}, {ladder_layers}, {residual_staleness} and {lanes} out"
+        errors.append(Problem(wanted, reason, fix))
     elif new.stream == "per rank":
-        errors.append(
-            f"--residual-mode {mode}: its norms differ from rank to rank, and the source has one for all ranks: "
-            "such a model can only be trained from the start"
+        reason = (
+            "{}: its norms differ from rank to rank, and the source has one for all ranks: such a model can only be "
+            "trained from the start"
         )
+        errors.append(Problem(wanted, reason))
     if new.sub_blocks != old.sub_blocks:
         usable = (*SHARED_STREAM_MODES, *(EXPERT_MODES if model.moe_layers else ()))
-        # Without late layers, --ladder-layers has no meaning.
+        # Without late layers, their list has no meaning.
         usable = tuple(name for name in usable if WIRINGS[name].late or layers is None)
         possible = [name for name in usable if WIRINGS[name].sub_blocks == old.sub_blocks]
-        errors.append(
-            f"--residual-mode {mode}: every layer of the source has {counted(len(old.sub_blocks), 'norm')}, and this "
-            f"wiring needs {len(new.sub_blocks)}: give --residual-mode {' or '.join(possible)}, or leave it out"
-        )
+        norms = counted(len(old.sub_blocks), "norm")
+        reason = f"{{}}: every layer of the source has {norms}, and this wiring needs {len(new.sub_blocks)}"
+        errors.append(Problem(wanted, reason, f"give {{}} {' or '.join(possible)}, or leave it out"))
     # One sub-block late and no lanes are what every wiring has.
     late_by = None if staleness == 1 else staleness
     for name, value in (("ladder_layers", layers), ("residual_staleness", late_by), ("lanes", lanes or None)):
         if value is not None and name not in new.takes:
-            errors.append(f"{flag_name(name)} {value} has no meaning with --residual-mode {mode}: leave it out")
+            errors.append(Problem({name: value, **wanted}, "{} has no meaning with {residual_mode}", "leave it out"))
     late_layers: tuple[int, ...] = ()
     keeps_mode = old.late and new is old
     if new.late and not errors:
@@ -150,7 +150,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         try:
             late_layers = model.ladder_layers if keeps_layers else parse_layers(layers or "all", model.num_layers)
         except ValueError as error:
-            errors.append(f"--ladder-layers {layers}: {error}")
+            errors.append(Problem({"ladder_layers": layers}, "{}: {error}", error=error))
     raise_user_errors(errors)
     # The wiring, in which the source's values hold where its mode stays.
     if keeps_mode:
@@ -166,12 +166,9 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]
 
 
-def _about_source(problem: Problem) -> str:
-    """Return an error of the rewired model without the names of flags that a conversion does not have."""
-    text = re.sub(r": (give|use) --.*", "", str(problem))
-    for name in sorted({*re.findall(r"--[a-z-]+", text)} - _FLAGS):
-        text = re.sub(rf"{name}\b", name.removeprefix("--").replace("-", "_"), text)
-    return f"{text}; a conversion changes only the wiring: give another one, or none"
+def _about_source(problem: Problem) -> Problem:
+    """Return a problem of the rewired model for a conversion, whose fields are fewer: the others are the source's."""
+    return problem.among(_FIELDS).noted(after="; a conversion changes only the wiring: give another one, or none")
 
 
 def _cheapest_layers(
@@ -183,21 +180,28 @@ def _cheapest_layers(
     """
     match = re.fullmatch(rf"{_BEST}(\d+)@(.+)", text)
     if match is None:
-        raise UserError(f"--ladder-layers {text}: expected {_BEST}N@FILE, such as {_BEST}16@sensitivity.json")
+        reason = f"{{}}: expected {_BEST}N@FILE, such as {_BEST}16@sensitivity.json"
+        raise UserError(Problem({"ladder_layers": text}, reason))
     count = int(match[1])
     path = Path(match[2])
     sensitivity = _read_sensitivity(path)
     measured = {
         "layers": (sensitivity.num_layers, model.num_layers),
-        "--residual-mode": (sensitivity.residual_mode, mode or sensitivity.residual_mode),
-        "--residual-staleness": (sensitivity.residual_staleness, staleness or sensitivity.residual_staleness),
+        "{residual_mode}": (sensitivity.residual_mode, mode or sensitivity.residual_mode),
+        "{residual_staleness}": (sensitivity.residual_staleness, staleness or sensitivity.residual_staleness),
     }
     errors = [
-        f"--ladder-layers {text}: {path} was measured with {name} {before}, not {now}: measure this model and wiring"
+        Problem(
+            {"ladder_layers": text},
+            f"{{}}: {{path}} was measured with {name} {before}, not {now}",
+            "measure this model and wiring",
+            path=path,
+        )
         for name, (before, now) in measured.items()
         if before != now
     ]
     if not errors and count > sensitivity.num_layers:
-        errors.append(f"--ladder-layers {text}: the model has only {sensitivity.num_layers} layers")
+        reason = f"{{}}: the model has only {sensitivity.num_layers} layers"
+        errors.append(Problem({"ladder_layers": text}, reason))
     raise_user_errors(errors)
     return sorted(sensitivity.order[:count]), sensitivity.residual_mode, sensitivity.residual_staleness

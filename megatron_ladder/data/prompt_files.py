@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
-from megatron_ladder.errors import Problem, UserError, flag_name
+from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
 
 
@@ -13,25 +13,21 @@ class _Record(msgspec.Struct):
     prompt: str
 
 
-def read_prompt_file(field_name: str, path: Path, by_line: bool = False) -> list[tuple[str, str]]:
-    """Return the prompts of a file, each with its source (the flag, the path and the line) for messages.
+def read_prompt_file(path: Path, by_line: bool = False) -> list[tuple[str, str]]:
+    """Return the prompts of a file, each with its path and line.
 
     Plain text is one prompt, or one per line that is not blank (`by_line`). Raises UserError if the file cannot be
     read, is not valid, or contains no prompt.
     """
-    source = f"{flag_name(field_name)} {path}"
-
-    def problem(reason: str, **texts: object) -> Problem:
-        return Problem({field_name: path}, reason, "", **texts)
-
+    source = str(path)
     try:
         encoded = path.read_bytes()
         reject_pointer(path, encoded)
         content = encoded.removeprefix(BYTE_ORDER_MARK).decode()
     except OSError as error:
-        raise UserError(problem("{}: cannot be read: {error}", error=error.strerror)) from None
+        raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(problem(f"{{}}: not UTF-8: {error.reason} at byte {error.start}")) from None
+        raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
     if not (by_line or is_json_lines(path)):
         return [(source, content.removesuffix("\n").removesuffix("\r"))]
     prompts = []
@@ -43,9 +39,11 @@ def read_prompt_file(field_name: str, path: Path, by_line: bool = False) -> list
             try:
                 text = msgspec.json.decode(line, type=_Record).prompt
             except (msgspec.MsgspecError, RecursionError):
-                reason = "{}:{number}: expected a JSON object with a text, for example {example}"
-                raise UserError(problem(reason, number=number, example='{"prompt": "Once"}')) from None
+                example = '{"prompt": "Once"}'
+                raise UserError(
+                    f"{source}:{number}: expected a JSON object with a text, for example {example}"
+                ) from None
         prompts.append((f"{source}:{number}", text))
     if not prompts:
-        raise UserError(problem("{}: the file contains no prompt"))
+        raise UserError(f"{source}: the file contains no prompt")
     return prompts

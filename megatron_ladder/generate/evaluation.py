@@ -18,7 +18,7 @@ from megatron_ladder.comm.launch import RankInfo, read_rank_info, stop_process_g
 from megatron_ladder.comm.ranks import OtherRanks
 from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words, parse_config
-from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.errors import Problem, UserError, run_program
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
@@ -57,10 +57,8 @@ class Evaluator:
         self.stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
         check_hardware(place, options, self.stored.config)
         if self.stored.tokenizer is None:
-            raise UserError(
-                f"--model {self.stored.directory}: the directory has no tokenizer; use --tokenizer-type and "
-                "--tokenizer-model"
-            )
+            reason = "{model}: the directory has no tokenizer; use {tokenizer_type} and {tokenizer_model}"
+            raise UserError(Problem({"model": self.stored.directory}, reason))
         self.tokenizer: Tokenizer = self.stored.tokenizer
         self.max_length = self.stored.config.max_position_embeddings
         self._batch_size = batch_size
@@ -88,7 +86,7 @@ class Evaluator:
             vocab_size = self.stored.config.vocab_size
             requests = cut_requests([texts[number] for number in order], vocab_size, self.max_length)
         except ValueError as error:
-            fix = "leave this task out, or use the model's own --tokenizer-model, or a model with more positions"
+            fix = "leave this task out, or use the model's own tokenizer, or a model with more positions"
             raise UserError(f"{error}; {fix}") from None
         cut = dict(zip(order, requests, strict=True))
         scores = [Score((), True)] * len(texts)
@@ -105,7 +103,7 @@ class Evaluator:
         largest = max((token for request in requests for token in request.prompt_ids), default=0)
         if largest >= (size := self.stored.config.vocab_size):
             raise UserError(
-                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own --tokenizer-model"
+                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own tokenizer"
             )
         found: dict[int, Generation] = {}
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))

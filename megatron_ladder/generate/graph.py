@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.capture import capturing
 from megatron_ladder.comm.watch import Watch
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.flash_attention import flash_attention
 
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
@@ -62,7 +62,8 @@ class CudaStepGraph:
             with capturing(self._graph, stream, torch.cuda.graph_pool_handle()):
                 return step()
         except RuntimeError as error:
-            raise UserError(f"--cuda-graph: a step cannot be captured: {error}; use --no-cuda-graph") from error
+            reason = "{cuda_graph}: a step cannot be captured: {error}; use {no_cuda_graph}"
+            raise UserError(Problem({"cuda_graph": None}, reason, error=error)) from error
 
     def replay(self) -> None:
         """See `StepGraph.replay`."""

@@ -27,7 +27,7 @@ from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.errors import ErrorCollector, Problem, UserError
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary
 from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
@@ -69,22 +69,24 @@ class StoredModel:
 
 
 def open_model(
-    directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None, flag: str = "--model"
+    directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None, field_name: str = "model"
 ) -> StoredModel:
     """Open a training checkpoint, the latest one in a directory of checkpoints, or a Hugging Face directory.
 
-    `flag` names the directory in errors.
+    `field_name` names the directory in errors.
 
     Raises UserError if the directory is incomplete, or its tokenizer cannot be read.
     """
     given = None
     if tokenizer_type is not None:
         given = load_tokenizer(tokenizer_type, tokenizer_model)
-    try:
-        stored = _open_hf(directory, given) if is_hf_directory(directory) else _open_checkpoint(directory, given, flag)
-    except UserError as error:
-        first, *more = error.messages
-        raise UserError(first if first.startswith("--") else f"{flag} {first}", *more) from None
+    errors = ErrorCollector()
+    with errors.collect(field_name):
+        if is_hf_directory(directory):
+            stored = _open_hf(directory, given)
+        else:
+            stored = _open_checkpoint(directory, given, field_name)
+    errors.raise_if_any()
     warnings = [*stored.warnings]
     if given is not None:
         warnings += _another_tokenizer(stored.directory, given)
@@ -106,7 +108,7 @@ def _another_tokenizer(directory: Path, given: Tokenizer) -> Iterator[str]:
         yield str(Problem(given.selection, reason, fix, ours=ours, directory=directory, theirs=theirs))
 
 
-def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:
+def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, field_name: str) -> StoredModel:
     checkpoint = Checkpoint.open(directory)
     directory = checkpoint.directory
     tokenizer = find_tokenizer(directory) if tokenizer is None else tokenizer
@@ -118,10 +120,11 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
         try:
             checkpoint.verify(None, rank, ranks, only_weights=True)
         except UserError as error:
-            fix = "use another checkpoint or copy"
-            if flag == "--model":
-                fix += ", or pass --no-verify to load the file nevertheless"
-            raise UserError(*(f"{flag} {message}; {fix}" for message in error.messages)) from None
+            reason = "{} {problem}; use another checkpoint or copy"
+            if field_name == "model":
+                reason += ", or pass {no_verify} to load the file nevertheless"
+            problems = (Problem({field_name: None}, reason, problem=problem) for problem in error.problems)
+            raise UserError(*problems) from None
 
     model, warnings = checkpoint.model(), tuple(checkpoint.warnings)
     return StoredModel(
@@ -157,7 +160,10 @@ def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
     if errors := tensor_parallel_errors(config, tensor_parallel):
         possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_errors(config, n)]
         sizes = ", ".join(map(str, possible))
-        raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(map(str, errors))}")
+        # The model's sizes are no flags of generation.
+        reasons = "; ".join(error.render(Vocabulary(str)) for error in errors)
+        reason = "{tp} does not fit the model; use {sizes}: {reasons}"
+        raise UserError(Problem({"tp": tensor_parallel}, reason, sizes=sizes, reasons=reasons))
 
 
 def load_model(

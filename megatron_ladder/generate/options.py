@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.errors import Problem, raise_user_errors
 from megatron_ladder.flags import flag
 from megatron_ladder.tokenizers.kinds import TokenizerType
 
 _DESCRIPTION = "Generates text with a trained model. Output goes to stdout, statistics to stderr."
-_PROMPT_SOURCES = ("--prompt", "--prompt-file", "--tokens")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class PromptOptions:
     """Treat each prompt as a message of a user: apply the tokenizer's chat template, and let the model answer."""
     system: str | None = flag(None, requires="--chat")
     """System message of the conversation."""
-    interactive: bool = flag(False, excludes=(*_PROMPT_SOURCES, "--json", "--num-samples"))
+    interactive: bool = flag(False, excludes=("--prompt", "--prompt-file", "--tokens", "--json", "--num-samples"))
     """Continue each line of standard input until it ends; with --chat, as one conversation."""
 
     @property
@@ -129,20 +128,22 @@ SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions)
 
 def parse_generation(argv: Sequence[str]) -> GenerateOptions:
     """Parse the command line; raises UserError with one line for each error that needs no file to be found."""
-    errors: list[str] = []
+    errors: list[Problem] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION))
     prompts, sampling, output = options.prompts, options.sampling, options.output
     if not (prompts.given or prompts.interactive) and sys.stdin.isatty():
-        errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
+        reason = "there is no prompt; use {prompt}, {prompt_file}, {tokens} or {interactive}, or pipe a text"
+        errors.append(Problem({}, reason))
     try:
         if prompts.tokens and not token_ids(prompts.tokens):
-            errors.append("--tokens: the prompt is empty; at least one id is required")
+            errors.append(Problem({"tokens": None}, "{}: the prompt is empty; at least one id is required"))
     except ValueError as error:
-        errors.append(f"--tokens: {error}")
+        errors.append(Problem({"tokens": None}, "{}: {error}", error=error))
     if "" in sampling.stop:
-        errors.append("--stop: an empty text would end every continuation at once; use at least one character")
+        reason = "{}: an empty text would end every continuation at once; use at least one character"
+        errors.append(Problem({"stop": None}, reason))
     if output.logprobs and not (output.json or output.score):
-        errors.append("--logprobs requires --json or --score")
+        errors.append(Problem({"logprobs": None}, "{} requires {json} or {score}"))
     raise_user_errors(errors)
     return options
 

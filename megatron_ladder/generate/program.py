@@ -30,7 +30,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.errors import ErrorCollector, UserError, counted, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, counted, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
@@ -72,7 +72,7 @@ def generate(options: GenerateOptions) -> None:
     if encoder is not None:
         stored = replace(stored, eos_ids=stored.eos_ids | encoder.turn_ends)
         if encoder.is_chat and not (stored.answers_end or encoder.turn_ends or options.sampling.stop):
-            stored = replace(stored, warnings=(*stored.warnings, f"{OPEN_ANSWERS} (--stop)"))
+            stored = replace(stored, warnings=(*stored.warnings, OPEN_ANSWERS))
     prompts = _read_checked_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
         with closing(load_engine(rank_info, options.model, stored)) as engine:
@@ -88,32 +88,27 @@ def generate(options: GenerateOptions) -> None:
 def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
     """Raise a UserError if the processes, their GPUs or this machine are not those that the flags need."""
     if options.tp is not None and options.tp != rank_info.world_size:
-        raise UserError(
-            f"--tp {options.tp}: the launcher started {rank_info.world_size} processes; remove --tp, or start as many"
-        )
+        reason = f"{{tp}}: the launcher started {rank_info.world_size} processes; remove {{tp}}, or start as many"
+        raise UserError(Problem({"tp": options.tp}, reason))
     check_tensor_parallel(config, rank_info.world_size)
     device = rank_info.device()
     if device.type == "cuda" and rank_info.local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"--tp {rank_info.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
-            "reduce --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
+        reason = f"{{tp}}: each process needs a GPU, and this machine has {torch.cuda.device_count()}"
+        fix = "reduce {tp}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        raise UserError(Problem({"tp": rank_info.world_size}, f"{reason}; {fix}"))
     if options.tp_all_reduce == "symmetric":
         check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
-        require_compiler("--compile-sub-blocks", device)
+        require_compiler("compile_sub_blocks", device)
 
 
 def _prompt_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:
     prompts = options.prompts
     if stored.tokenizer is not None:
         return PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)
-    flags = {"--interactive": prompts.interactive, "--chat": prompts.chat, "--stop": bool(options.sampling.stop)}
-    raise_user_errors(
-        f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
-        for flag, given in flags.items()
-        if given
-    )
+    needing = {"interactive": prompts.interactive, "chat": prompts.chat, "stop": bool(options.sampling.stop)}
+    reason = "{} needs a tokenizer, and the model's directory has none; use {tokenizer_type} and {tokenizer_model}"
+    raise_user_errors(Problem({name: None}, reason) for name, given in needing.items() if given)
     return None
 
 
@@ -161,7 +156,7 @@ def _read_checked_prompts(
     errors = prompt_errors(prompts, stored.config, 0 if options.output.score else options.sampling.max_new_tokens)
     if options.output.score:
         errors += [
-            f"{prompt.source}: a single token has no score, because there is no token before it"
+            prompt.problem("a single token has no score, because there is no token before it")
             for prompt in prompts
             if len(prompt.ids) == 1
         ]
@@ -265,11 +260,12 @@ def _next_line(
         if not text:
             continue
         try:
-            check_characters("this line", text)
-            prompt = Prompt("this line", text, encoder.encode(text, history))
+            prompt = Prompt("this line", text)
+            check_characters(prompt)
+            prompt = prompt._replace(ids=encoder.encode(text, history))
             errors = prompt_errors([prompt], config, max_new_tokens)
         except UserError as error:
-            errors = list(error.messages)
+            errors = list(error.problems)
         if not errors:
             return prompt
         print(*errors, sep="\n", file=sys.stderr, flush=True)

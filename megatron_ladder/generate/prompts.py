@@ -7,14 +7,14 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_records import Message
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, RenderedConversation, read_chat_template
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, Problem, UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _SHOWN_CHARACTERS = 40
 OPEN_ANSWERS = (
     "no token ended answers in training, and the chat template writes none after them, so answers will not end before "
-    "the limit of new tokens: train on conversations of a --chat-template that writes one, or stop at a text"
+    "the limit of new tokens: train on conversations of a chat template that writes one, or stop at a text"
 )
 """Warning about a model of conversations without a token that ends answers."""
 
@@ -22,11 +22,18 @@ OPEN_ANSWERS = (
 class Prompt(NamedTuple):
     """A prompt to continue."""
 
-    source: str
-    """Flag, or file and line, of the prompt; for error messages."""
+    source: str | None
+    """Value of the field that holds the prompt, its file and line, or another place; for error messages."""
     text: str | None
     """None if the prompt was given as ids."""
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
+    field_name: str = ""
+
+    def problem(self, reason: str, /, **texts: object) -> Problem:
+        """Return a problem of the prompt; see `Problem` for its arguments."""
+        if self.field_name:
+            return Problem({self.field_name: self.source}, "{}: " + reason, "", **texts)
+        return Problem({}, "{source}: " + reason, "", source=self.source, **texts)
 
 
 class PromptEncoder:
@@ -94,14 +101,14 @@ class ConversationPrompts:
         return tuple(ids)
 
 
-def check_characters(source: str, text: str) -> None:
+def check_characters(prompt: Prompt) -> None:
     """Raise UserError if a text contains surrogates, to which Python decodes bytes that are not UTF-8."""
+    text = prompt.text or ""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is not a valid character; use UTF-8"
-        ) from None
+        reason = f"{ascii(text[error.start])} at character {error.start + 1} is not a valid character; use UTF-8"
+        raise UserError(prompt.problem("{reason}", reason=reason)) from None
 
 
 def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:
@@ -109,47 +116,46 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
 
     Raises UserError if a file cannot be read, a text is not valid, or there are texts but no tokenizer (`encoder`).
     """
-    texts = []
+    unread = []
     for text in options.prompt:
         shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-        texts.append((f"--prompt {shown!r}", text))
+        unread.append(Prompt(repr(shown), text, field_name="prompt"))
     for path in options.prompt_file:
-        texts += read_prompt_file("prompt_file", path)
+        errors = ErrorCollector()
+        with errors.collect("prompt_file"):
+            unread += [Prompt(place, text, field_name="prompt_file") for place, text in read_prompt_file(path)]
+        errors.raise_if_any()
     if standard_input is not None:
-        texts.append(("standard input", _without_last_line_end(standard_input)))
+        unread.append(Prompt("standard input", _without_last_line_end(standard_input)))
     prompts = []
-    for source, text in texts:
+    for prompt in unread:
         if encoder is None:
-            raise UserError(
-                f"{source}: the model's directory has no tokenizer; use --tokenizer-type and --tokenizer-model, or "
-                "--tokens"
-            )
-        check_characters(source, text)
-        prompts.append(Prompt(source, text, encoder.encode(text)))
+            fix = "use {tokenizer_type} and {tokenizer_model}, or {tokens}"
+            raise UserError(prompt.problem(f"the model's directory has no tokenizer; {fix}"))
+        check_characters(prompt)
+        prompts.append(prompt._replace(ids=encoder.encode(prompt.text or "")))
     if options.tokens:
-        prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))
+        prompts.append(Prompt(None, None, token_ids(options.tokens), "tokens"))
     return prompts
 
 
-def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[str]:
-    """Return one line for each prompt that the model cannot continue by `max_new_tokens`, or score if that is 0."""
+def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[Problem]:
+    """Return one problem for each prompt that the model cannot continue by `max_new_tokens`, or score if that is 0."""
     errors, positions = [], config.max_position_embeddings
     for prompt in prompts:
         unknown = [number for number in prompt.ids if number >= config.vocab_size]
         needed = len(prompt.ids) + max_new_tokens
         if not prompt.ids:
-            errors.append(f"{prompt.source}: the prompt is empty; at least one token is required")
+            errors.append(prompt.problem("the prompt is empty; at least one token is required"))
         elif unknown:
-            errors.append(
-                f"{prompt.source}: the id {unknown[0]} is outside the model's vocabulary of {config.vocab_size}"
-                + ("; use the tokenizer that belongs to the model" if prompt.text is not None else "")
-            )
+            reason = f"the id {unknown[0]} is outside the model's vocabulary of {config.vocab_size}"
+            fix = "; use the tokenizer that belongs to the model" if prompt.text is not None else ""
+            errors.append(prompt.problem(reason + fix))
         elif needed > positions:
-            added = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
+            added = f" and {{max_new_tokens}} {max_new_tokens} are {needed}" if max_new_tokens else ""
             fix = "reduce one of them" if max_new_tokens else "shorten the text"
-            errors.append(
-                f"{prompt.source}: {len(prompt.ids)} tokens{added}, but the model has only {positions} positions; {fix}"
-            )
+            reason = f"{len(prompt.ids)} tokens{added}, but the model has only {positions} positions; {fix}"
+            errors.append(prompt.problem(reason))
     return errors
 
 

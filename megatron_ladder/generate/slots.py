@@ -49,7 +49,7 @@ _INCOMPLETE = "\ufffd"
 """Replacement character, to which tokenizers decode bytes that are not, or not yet, a whole character."""
 _PROMPT_CONTEXT = 8
 """Last tokens of the prompt to decode along with a continuation: enough for a split character and a leading space."""
-BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for --dtype"
+BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for this data type"
 
 
 class _StaticCache:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.products import LinearFunction
@@ -227,10 +227,10 @@ def _compiler_problem(device: torch.device) -> str:
     return "" if header.is_file() else f"{header} is missing: install the headers of Python, such as python3-dev"
 
 
-def require_compiler(flag: str, device: torch.device) -> None:
-    """Raise a UserError that names `flag` if torch.compile lacks something, which it reports only at the first step."""
+def require_compiler(field_name: str, device: torch.device) -> None:
+    """Raise a UserError about a field if torch.compile lacks something, which it reports only at the first step."""
     if problem := _compiler_problem(device):
-        raise UserError(f"{flag}: {problem}, or leave {flag} out")
+        raise UserError(Problem({field_name: None}, "{}: {problem}, or leave {} out", problem=problem))
 
 
 def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:
@@ -286,7 +286,8 @@ def _select_uncompiled(
     )
     if fused is None:
         if norm_implementation == "apex":
-            raise UserError(f"--norm-implementation apex: {reason}; use --norm-implementation torch")
+            text = "{}: {reason}; use {} torch"
+            raise UserError(Problem({"norm_implementation": "apex"}, text, reason=reason))
         return Operations(), f"torch ({reason})"
 
     def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

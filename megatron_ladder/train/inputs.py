@@ -271,7 +271,7 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
             find_fused_adam(run.optimizer, rank_info.device())
     if run.training.compile_sub_blocks == "true":
         with errors.collect():
-            require_compiler("--compile-sub-blocks", rank_info.device())
+            require_compiler("compile_sub_blocks", rank_info.device())
     if run.training.cuda_graph == "true" and rank_info.device().type != "cuda":
         errors.add("--cuda-graph: this machine has no GPU: leave it out")
     if rank_info.rank == 0:
@@ -429,7 +429,7 @@ def _read_sample_prompts(
         return ()
     if tokenizer is None:
         raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
-    texts = read_prompt_file("sample_prompts", path, by_line=True)
+    texts = read_prompt_file(path, by_line=True)
     encoded = tokenizer.encode_documents([text for _, text in texts], parse_special_tokens)
     prompts = [(source, text, tuple(ids)) for (source, text), ids in zip(texts, encoded, strict=True)]
     raise_user_errors(

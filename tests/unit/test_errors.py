@@ -1,12 +1,14 @@
 """Exit codes and messages for every way in which a program can end."""
 
+import json
+import pickle
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from megatron_ladder.errors import counted
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary, counted
 from tests.helpers.commands import run_command
 
 PROGRAM = """
@@ -97,3 +99,72 @@ def test_nouns_follow_their_number() -> None:
         counted(number, noun) for number, noun in ((1, "file"), (0, "file"), (1234, "tensor"), (1, "box"), (2, "box"))
     ]
     assert texts == ["1 file", "0 files", "1,234 tensors", "1 box", "2 boxes"]
+
+
+SIZES = Problem(
+    {"hidden_size": 250, "num_attention_heads": 7},
+    "{hidden_size} is not divisible by {num_attention_heads}",
+    "change {hidden_size}, or give {head_dim}",
+)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (
+            Vocabulary(spellings={"head_dim": "--kv-channels"}),
+            "--hidden-size 250 is not divisible by --num-attention-heads 7: change --hidden-size, or give "
+            "--kv-channels",
+        ),
+        (
+            Vocabulary(places={"hidden_size": "run.yaml:3", "head_dim": "run.yaml:4"}),
+            "--hidden-size 250 is not divisible by --num-attention-heads 7: change --hidden-size, or give --head-dim "
+            "(run.yaml:3)",
+        ),
+        (
+            Vocabulary(str),
+            "hidden_size 250 is not divisible by num_attention_heads 7: change hidden_size, or give head_dim",
+        ),
+        (
+            Vocabulary(str, {"hidden_size": "n_embd", "num_attention_heads": "n_head"}),
+            "n_embd 250 is not divisible by n_head 7: change n_embd, or give head_dim",
+        ),
+    ],
+    ids=["flags", "YAML", "Python", "config.json"],
+)
+def test_one_problem_in_the_words_of_each_user(vocabulary: Vocabulary, message: str) -> None:
+    with pytest.raises(UserError) as raised, vocabulary.in_messages():
+        raise UserError(SIZES, "a/{hidden_size}: is missing")
+    assert raised.value.messages == (message, "a/{hidden_size}: is missing")
+
+
+def test_a_problem_of_the_source_names_its_fields_as_the_source_does() -> None:
+    problem = Problem({"num_key_value_heads": 4, "lanes": 3}, "{} is not divisible by {lanes}", "give {head_dim}")
+    assert str(problem.among({"lanes"})) == "num_key_value_heads 4 is not divisible by --lanes 3"
+    assert problem.among({"lanes"}).render(Vocabulary(str, {"lanes": "own_partials"})) == (
+        "num_key_value_heads 4 is not divisible by own_partials 3"
+    )
+
+
+def test_switches_have_no_value_and_texts_may_hold_braces() -> None:
+    problem = Problem({"tp_overlap": True, "load": "{lr}"}, "{} with {load}: {why}, {no_verify}", why="{save} {}")
+    assert str(problem) == "--tp-overlap with --load {lr}: {save} {}, --no-verify"
+    assert problem.render(Vocabulary(str)) == "tp_overlap with load {lr}: {save} {}, no_verify"
+
+
+def test_collected_texts_get_a_field_and_problems_keep_theirs() -> None:
+    errors = ErrorCollector()
+    with errors.collect("load"):
+        raise UserError("{x}/y: no checkpoint found", SIZES, Problem({}, "{path}: give it to {hf}", path="x"))
+    assert [problem.render(Vocabulary(str)) for problem in errors.problems] == [
+        "load {x}/y: no checkpoint found",
+        SIZES.render(Vocabulary(str)),
+        "load x: give it to hf",
+    ]
+
+
+def test_problems_travel_between_ranks() -> None:
+    noted = SIZES.noted("rank 1: ", " (on rank 1)")
+    for received in (pickle.loads(pickle.dumps(noted)), Problem.read(json.loads(json.dumps(vars(noted))))):
+        assert received == noted and received.render(Vocabulary(str)).startswith("rank 1: hidden_size 250 is")
+    assert UserError(noted, "x", noted).messages == (str(noted), "x")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ladder.config.run import SECTIONS
-from megatron_ladder.flags import section_flags
+from megatron_ladder.flags import flag_name, section_flags
 from tests.distributed import test_correctness
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.commands import package_metadata, tracked_files
@@ -174,6 +174,65 @@ def test_collectives_are_started_asynchronously_in_one_file() -> None:
 
 def test_functions_are_short() -> None:
     assert broken(size_errors, all_files(), ROOT) == []
+
+
+SPELLING = {
+    # The prefix itself, and programs that are no part of this one.
+    "errors.py",
+    "flags.py",
+    "__main__.py",
+    # The words of the command line.
+    "command_line.py",
+    "lm_eval.py",
+    "config/megatron_flags.py",
+}
+"""Files whose subject flags are."""
+OPEN_FOLDERS = {"blueprint", "config", "data", "tokenizers", "engine", "train"}
+"""Folders in which messages still spell flags."""
+
+
+def spelled_flags(source: str, relative: str, known: set[str]) -> list[str]:
+    """Return the flags in texts of a file other than docstrings, declarations of fields, and commands in backticks."""
+    texts: list[tuple[int, str]] = []
+    skipped = set[ast.AST]()
+    for node in nodes_of(source):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg in ("aliases", "requires", "excludes"):
+            skipped |= {*ast.walk(node)}
+        elif isinstance(node, ast.JoinedStr):
+            # Outer nodes come first. A value may be the name of a flag.
+            parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            texts.append((node.lineno, "".join(map(str, parts))))
+            skipped |= {*node.values}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            texts.append((node.lineno, node.value))
+    words = (
+        (line, word)
+        for line, text in texts
+        for word in re.findall(r"--(?:[a-z][a-z\d-]*|\0)", re.sub(r"`[^`]*`", "", text))
+    )
+    return [f"{relative}:{line}: {word}" for line, word in words if word in known]
+
+
+def test_no_message_below_the_command_line_spells_a_flag() -> None:
+    """Messages name fields, which `errors.Vocabulary` spells for command lines, files, keywords and other programs."""
+    sources = {path.relative_to(ROOT / PACKAGE): path.read_text() for path in package_files()}
+    names = {
+        node.target.id
+        for source in sources.values()
+        for node in nodes_of(source)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    known = {"--\0", *map(flag_name, names), *(flag_name(f"no_{name}") for name in names)}
+    source = "x = f'--{name}-path `--lr`'\nfix = 'give --lr'\n'--lr'\nflag(aliases='--lr')"
+    assert sorted(spelled_flags(source, "x", known)) == ["x:1: --\0", "x:2: --lr"]
+    assert [
+        error
+        for path, source in sources.items()
+        if path.parts[0] not in ("cli", "lm_eval.py", *OPEN_FOLDERS) and str(path) not in SPELLING
+        for error in spelled_flags(source, str(path), known)
+    ] == []
 
 
 def test_every_flag_of_the_trainer_is_documented() -> None:
