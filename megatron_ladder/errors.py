@@ -162,6 +162,7 @@ class Problem:
         named = re.findall(r"{(\w+)}", reason)
         others = {name: self.fields.get(name) for name in named if name not in (*known, *self.texts)}
         texts = self.texts | {name: name if value is None else f"{name} {value}" for name, value in others.items()}
+        texts = {name: re.sub(": (give|use) --.*", "", text) for name, text in texts.items()}
         return Problem({name: value for name, value in self.fields.items() if name in known}, reason, **texts)
 
     def noted(self, before: str = "", after: str = "") -> "Problem":

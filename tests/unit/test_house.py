@@ -187,7 +187,7 @@ SPELLING = {
     "config/megatron_flags.py",
 }
 """Files whose subject flags are."""
-OPEN_FOLDERS = {"blueprint", "config", "data", "tokenizers", "engine", "train"}
+OPEN_FOLDERS = {"blueprint", "config", "engine", "train"}
 """Folders in which messages still spell flags."""
 
 

@@ -146,7 +146,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert [prompt.text for prompt in prompts] == ["zero", "def f(x):\n    größe", "one\n", "two", None]
     assert [tokenizer.decode(prompt.ids) for prompt in prompts[:4]] == [prompt.text for prompt in prompts[:4]]
     assert prompts[4].ids == (5,)
-    assert prompts[3].source == f"--prompt-file {lines}:3"
+    assert str(prompts[3].problem("x")) == f"--prompt-file {lines}:3: x"
 
 
 @pytest.mark.parametrize(
