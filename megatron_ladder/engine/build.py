@@ -16,7 +16,7 @@ from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.optimizer import Updates, build_optimizer, distribute_matrices, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import ExpertOptions, Operations, select_operations
@@ -153,7 +153,8 @@ def _captures(run: RunConfig, model: LanguageModel, device: torch.device) -> boo
         return True
     if choice == "auto":
         return False
-    raise UserError(
-        "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of experts "
-        "and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
+    fix = (
+        "leave it out, or use {bf16}, widths of experts and of the model that are multiples of 8 on a rank, and a GPU "
+        "of capability 9.x or 10.x"
     )
+    raise UserError(Problem({"cuda_graph": None}, "{}: the host would wait for the choice of experts", fix))

@@ -24,6 +24,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
+from megatron_ladder.errors import flag_name
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.parallel.layout import Section
@@ -65,7 +66,7 @@ def _require_private_parts(owner: object, name: str) -> None:
     if missing:
         raise RuntimeError(
             f"DeepSpeed {version('deepspeed')}: {name} has no {', '.join(missing)}: install the version of "
-            "constraints.txt, or use --zero-stage 0 or 1, which need no DeepSpeed"
+            f"constraints.txt, or use {flag_name('zero_stage')} 0 or 1, which need no DeepSpeed"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.typed import read_json
 
 _BUCKET_NUMBERS = 500_000_000
@@ -19,15 +19,15 @@ _SHARDED_BUCKETS = 16
 """Least number of its buckets, so that the first ones are reduced under the backward of the others."""
 _BUCKET_KEY = "zero_optimization.reduce_bucket_size"
 _FLAGS = {
-    "train_batch_size": "--global-batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size over --micro-batch-size and data-parallel processes",
-    "gradient_clipping": "--clip-grad",
-    "zero_optimization.stage": "--zero-stage",
-    "zero_optimization.offload_optimizer.device": "--offload-optimizer",
-    "bf16.enabled": "--bf16",
+    "train_batch_size": "{global_batch_size}",
+    "train_micro_batch_size_per_gpu": "{micro_batch_size}",
+    "gradient_accumulation_steps": "{global_batch_size} over {micro_batch_size} and data-parallel processes",
+    "gradient_clipping": "{clip_grad}",
+    "zero_optimization.stage": "{zero_stage}",
+    "zero_optimization.offload_optimizer.device": "{offload_optimizer}",
+    "bf16.enabled": "{bf16}",
 }
-"""Keys that the command line determines, with the flag to name if a file contradicts it."""
+"""Keys that the command line determines, with the template that names the field if a file contradicts it."""
 _SETTINGS = {
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
@@ -48,16 +48,16 @@ _SETTINGS = {
 }
 """Keys that a file may set, and their types; "auto" leaves the default."""
 _INSTEAD = {
-    "optimizer": "give --optimizer and its flags",
-    "scheduler": "give --lr-decay-style and --lr-warmup-iters",
-    "fp16": "use --bf16",
-    "amp": "use --bf16",
-    "activation_checkpointing": "use --recompute-granularity full",
-    "pipeline": "use --pipeline-model-parallel-size",
-    "tensor_parallel": "use --tensor-model-parallel-size",
-    "zero_optimization.offload_param": "only the optimizer can be offloaded, with --offload-optimizer cpu",
+    "optimizer": "give {optimizer} and its flags",
+    "scheduler": "give {lr_decay_style} and {lr_warmup_iters}",
+    "fp16": "use {bf16}",
+    "amp": "use {bf16}",
+    "activation_checkpointing": "use {recompute_granularity} full",
+    "pipeline": "use {pipeline_model_parallel_size}",
+    "tensor_parallel": "use {tensor_model_parallel_size}",
+    "zero_optimization.offload_param": "only the optimizer can be offloaded, with {offload_optimizer} cpu",
 }
-"""Blocks that are refused, with the replacement to name."""
+"""Blocks that are refused, with the template that names the replacement."""
 
 
 def bucket_numbers(run: RunConfig) -> int:
@@ -129,12 +129,16 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"--deepspeed_config {path}: cannot be read: {error.strerror}") from None
+        raise UserError(_problem(path, "cannot be read: {error}", error=error.strerror)) from None
     except ValueError as error:
-        raise UserError(f"--deepspeed_config {path}: {error}") from None
+        raise UserError(_problem(path, "{error}", error=error)) from None
     if not isinstance(config, Mapping):
-        raise UserError(f"--deepspeed_config {path}: found a {type(config).__name__}, expected an object")
+        raise UserError(_problem(path, f"found a {type(config).__name__}, expected an object"))
     return dict(_leaves(config, ""))
+
+
+def _problem(path: Path, reason: str, fix: str = "", **texts: object) -> Problem:
+    return Problem({"deepspeed_config": path}, f"{{}}: {reason}", fix, **texts)
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -148,9 +152,8 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield from _leaves(value, f"{prefix}{key}.")
 
 
-def _merge(values: dict[str, Any], settings: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Add the settings of a file to `values`; yield one line per key that cannot be used."""
-    source = f"--deepspeed_config {path}"
+def _merge(values: dict[str, Any], settings: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    """Add the settings of a file to `values`; yield one problem per key that cannot be used."""
     known = [*values, *_SETTINGS]
     refused: set[str] = set()
     for key, value in settings.items():
@@ -165,21 +168,22 @@ def _merge(values: dict[str, Any], settings: Mapping[str, Any], path: Path) -> I
                 values[key] = value
             elif value != "auto":
                 expected = "true or false" if kind is bool else "a number"
-                yield f'{source}: {key} is {json.dumps(value)}, expected {expected}, or "auto"'
+                reason = f'{{key}} is {{value}}, expected {expected}, or "auto"'
+                yield _problem(path, reason, key=key, value=json.dumps(value))
         elif key in values:
             if value not in ("auto", values[key]):
                 flag = f" ({_FLAGS[key]})" if key in _FLAGS else ""
                 ours = f"the command line says {values[key]}" if flag else f"the trainer has {values[key]}"
-                yield f'{source}: {key} is {value}, and {ours}{flag}: change one of them, or write "auto"'
+                fix = 'change one of them, or write "auto"'
+                yield _problem(path, "{key} is {value}, and " + ours + flag, fix, key=key, value=value)
         elif any(name.startswith(f"{key}.") for name in known):
-            yield f"{source}: {key} is {json.dumps(value)}, expected an object"
+            yield _problem(path, "{key} is {value}, expected an object", key=key, value=json.dumps(value))
         else:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            yield f"{source}: {key} is not used by this trainer: " + (
-                f"did you mean {near[0]}?" if near else "remove it"
-            )
+            fix = f"did you mean {near[0]}?" if near else "remove it"
+            yield _problem(path, "{key} is not used by this trainer", fix, key=key)
     for block in sorted(refused):
-        yield f"{source}: {block}: is not read here: {_INSTEAD[block]}, and remove the block"
+        yield _problem(path, "{block}: is not read here", f"{_INSTEAD[block]}, and remove the block", block=block)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

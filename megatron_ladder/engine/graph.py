@@ -56,7 +56,7 @@ from megatron_ladder.comm.capture import PeakMemory, capturing
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.schedule import Pass, Slot
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError, flag_name
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stats import StepStats
@@ -251,7 +251,7 @@ class CapturedPasses:
                 self._capture()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-                text = f"*** --cuda-graph: rank {self._world.rank} cannot capture a step: {failure} ***"
+                text = f"*** {flag_name('cuda_graph')}: rank {self._world.rank} cannot capture a step: {failure} ***"
                 print(text, file=sys.stderr, flush=True)
             problem = self._first_problem(failure)
             if problem is None:
@@ -259,9 +259,10 @@ class CapturedPasses:
             self._sharded.forget_capture()
         self.close()
         if not self._measures:
-            raise UserError(f"--cuda-graph true: a step cannot be captured {problem}; use auto or false")
+            reason = "{}: a step cannot be captured {problem}; use auto or false"
+            raise UserError(Problem({"cuda_graph": "true"}, reason, problem=problem))
         self._measures = False
-        text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {problem} ***"
+        text = f"*** {flag_name('cuda_graph')} auto: no graphs, because a step cannot be captured {problem} ***"
         print_rank_0(text, self._world.rank)
         return False
 
@@ -362,7 +363,7 @@ class CapturedPasses:
             without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
             times_of = f"{1e3 * captured:.1f} ms with graphs, {1e3 * without:.1f} ms without"
             verdict = f"{'keeps' if captured < without else 'drops'} them"
-            print_rank_0(f"--cuda-graph auto: steps take {times_of}: {verdict}", self._world.rank)
+            print_rank_0(f"{flag_name('cuda_graph')} auto: steps take {times_of}: {verdict}", self._world.rank)
             if captured >= without:
                 self.close()
         return not self._closed and len(self._starts) > self._first

@@ -12,7 +12,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.operations import find_in_apex
 from megatron_ladder.parallel.layout import parameter_sections
 
@@ -99,7 +99,8 @@ def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any 
     """Return apex's AdamW, or None and the reason; raises UserError if --optimizer-implementation apex requires it."""
     fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
     if fused_adam is None and config.optimizer_implementation == "apex":
-        raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
+        use_torch = "; use {optimizer_implementation} torch"
+        raise UserError(Problem({"optimizer_implementation": "apex"}, "{}: {why}" + use_torch, why=reason))
     return fused_adam, reason
 
 

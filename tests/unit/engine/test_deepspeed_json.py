@@ -121,4 +121,4 @@ def test_the_optimizer_is_offloaded_by_a_flag(tmp_path: Path) -> None:
 )
 def test_other_keys_and_contradictions_are_rejected(tmp_path: Path, given: object, message: str) -> None:
     (found,) = errors_of(merged, tmp_path, given)
-    assert found.startswith(f"--deepspeed_config {tmp_path}/ds.json: ") and message in found
+    assert found.startswith(f"--deepspeed-config {tmp_path}/ds.json: ") and message in found
