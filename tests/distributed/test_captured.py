@@ -24,6 +24,7 @@ from megatron_ladder.engine import graph
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.races import EnoughMemory
 from tests.helpers.sharded import Pieces
@@ -204,15 +205,18 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "micro_batches"),
-    [
-        ("--residual-mode standard --tensor-model-parallel-size 2 --sequence-parallel --z-loss-coeff 1e-3", 4),
-        ("--residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 3),
-        ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
-        ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
-        (f"{LATENT} --residual-mode ladder --tensor-model-parallel-size 2 --bf16 --attention-output-gate", 2),
-        (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
-        (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
-    ],
+    usual_share(
+        [
+            ("--residual-mode standard --tensor-model-parallel-size 2 --sequence-parallel --z-loss-coeff 1e-3", 4),
+            ("--residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 3),
+            ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
+            ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
+            (f"{LATENT} --residual-mode ladder --tensor-model-parallel-size 2 --bf16 --attention-output-gate", 2),
+            (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
+            (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
+        ],
+        2,
+    ),
 )
 def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, words: str, micro_batches: int) -> None:
     data_parallel = 4 // (2 if "tensor" in words else 1)
@@ -224,10 +228,10 @@ CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
 PIPELINES = [
     # Layout, layers, micro-batches, and flags.
     ("1x2x2", 4, 3, f"--residual-mode ladder {CHUNKS} --tie-embeddings --bf16"),
-    ("2x2x1", 4, 5, f"--residual-mode ladder {CHUNKS} --sequence-parallel --recompute-granularity full --bf16"),
-    ("1x4x1", 4, 7, f"{EXPERTS} --residual-mode ladder"),
-    ("1x3x1", 6, 4, f"--residual-mode ladder-attention {CHUNKS} --tie-embeddings --zero-stage 0"),
     ("1x2x1", 6, 1, f"--residual-mode standard {CHUNKS} --z-loss-coeff 1e-3"),
+    ("2x2x1", 4, 5, f"--residual-mode ladder {CHUNKS} --sequence-parallel --recompute-granularity full --bf16"),
+    ("1x3x1", 6, 4, f"--residual-mode ladder-attention {CHUNKS} --tie-embeddings --zero-stage 0"),
+    ("1x4x1", 4, 7, f"{EXPERTS} --residual-mode ladder"),
 ]
 
 
@@ -238,7 +242,7 @@ def check_pipeline(gloo_pools: GlooPools, layout: str, layers: int, micro_batche
     check_captured(gloo_pools(ranks).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 
-@pytest.mark.parametrize(("layout", "layers", "micro_batches", "flags"), PIPELINES)
+@pytest.mark.parametrize(("layout", "layers", "micro_batches", "flags"), usual_share(PIPELINES, 2))
 def test_captured_pipelines_are_bitwise_those_without_graphs(
     gloo_pools: GlooPools, layout: str, layers: int, micro_batches: int, flags: str
 ) -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import HYBRID, LADDER, PARALLEL, recorded_model
 from tests.helpers.sharded import LATENT_WIDTHS, small_model
@@ -49,14 +50,17 @@ def gradients_and_events(
 
 @pytest.mark.parametrize(
     ("wiring", "options", "sequence_parallel"),
-    [
-        (LADDER, StackOptions(recompute_layers=3), False),
-        (HYBRID, StackOptions(tp_overlap=False, recompute_layers=2), False),
-        (PARALLEL, StackOptions(), False),
-        (LADDER | {"qk_layernorm": True}, StackOptions(recompute_layers=2), True),
-        ({}, StackOptions(mirrored_backward=False), False),
-        (GATED_LATENT, StackOptions(recompute_layers=2), True),
-    ],
+    usual_share(
+        [
+            (LADDER, StackOptions(recompute_layers=3), False),
+            (HYBRID, StackOptions(tp_overlap=False, recompute_layers=2), False),
+            (PARALLEL, StackOptions(), False),
+            (LADDER | {"qk_layernorm": True}, StackOptions(recompute_layers=2), True),
+            ({}, StackOptions(mirrored_backward=False), False),
+            (GATED_LATENT, StackOptions(recompute_layers=2), True),
+        ],
+        3,
+    ),
     ids=[
         "ladder-recomputed",
         "hybrid-blocking",

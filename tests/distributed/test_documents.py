@@ -11,6 +11,7 @@ from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
 from tests.helpers.steps import LATENT, check_outcome, launch_of, plain_steps
@@ -73,16 +74,19 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
 
 @pytest.mark.parametrize(
     ("layout", "words", "flags", "readers"),
-    [
-        ("1x1x1", f"{HYBRID} --recompute-granularity full", "--reset-position-ids", [0]),
-        ("2x1x1", f"{HYBRID} --sequence-parallel --recompute-granularity full", ALL, [0]),
-        ("2x1x1", f"{HYBRID} --no-tp-overlap", ALL, [0]),
-        ("1x2x1", HYBRID, ALL, [0, 1]),
-        ("1x1x2", "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
-        ("2x2x1", HYBRID, ALL, [0, 2]),
-        ("2x1x1", f"{LATENT} --residual-mode ladder --attention-output-gate --no-qk-layernorm", ALL, [0]),
-        ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
-    ],
+    usual_share(
+        [
+            ("1x1x1", f"{HYBRID} --recompute-granularity full", "--reset-position-ids", [0]),
+            ("2x1x1", f"{HYBRID} --sequence-parallel --recompute-granularity full", ALL, [0]),
+            ("2x2x1", HYBRID, ALL, [0, 2]),
+            ("1x2x1", HYBRID, ALL, [0, 1]),
+            ("1x1x2", "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
+            ("2x1x1", f"{HYBRID} --no-tp-overlap", ALL, [0]),
+            ("2x1x1", f"{LATENT} --residual-mode ladder --attention-output-gate --no-qk-layernorm", ALL, [0]),
+            ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
+        ],
+        2,
+    ),
 )
 def test_steps_equal_those_of_a_plain_model(
     gloo_pools: GlooPools, layout: str, words: str, flags: str, readers: list[int]

@@ -11,6 +11,7 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult, train_step
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
 from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches
@@ -74,7 +75,7 @@ def steps_around(
     return findings, ((losses, trainer.engine.optimizer.steps_taken()), weight_pieces(trainer))
 
 
-@pytest.mark.parametrize(("layout", "bad", "kind"), CASES)
+@pytest.mark.parametrize(("layout", "bad", "kind"), usual_share(CASES, 2))
 def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int, kind: str) -> None:
     """The run equals one without the step bitwise. The rate is constant, because its schedule counts skipped steps."""
     argv = [*BASE, *layout.split(), "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0"]

@@ -64,7 +64,13 @@ def stay(
         pytest.param(f"{HYBRID} --bf16", 2, [*LONG, "2x2x1 --zero-stage 1"], id="bf16"),
         pytest.param(EXPERTS, 1, [*LONG, TO_EXPERTS], id="experts"),
         pytest.param(BIASES, 1, [SHARDED, WHOLE, SHARDED], id="ZeRO 3 to one rank"),
-        pytest.param(BIASES, 1, ["1x1x2 --zero-stage 2", OFFLOADED, "1x1x2 --zero-stage 2"], id="ZeRO 2 to offloading"),
+        pytest.param(
+            BIASES,
+            1,
+            ["1x1x2 --zero-stage 2", OFFLOADED, "1x1x2 --zero-stage 2"],
+            id="ZeRO 2 to offloading",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(f"{BIASES} --bf16", 1, [LONG[-1], "2x1x2 --zero-stage 1", LONG[-1]], id="bf16, ZeRO 3 to ZeRO 1"),
         pytest.param(
             f"{HYBRID} --num-layers 4",

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.train.step import train_step
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import LATENT, RECIPE, launch_of, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, run_of
@@ -43,18 +44,21 @@ def summed_elements(argv: list[str], micro_batches: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("layout", "flags", "partial"),
-    [
-        ("2x1x1", LATENTS, OF_LATENTS),
-        ("2x1x1", f"{LATENTS} --no-tp-overlap --bf16", OF_LATENTS),
-        ("2x1x2", f"{LATENTS} --zero-stage 0 --recompute-granularity full", OF_LATENTS),
-        ("2x1x2", f"{LATENTS} --zero-stage 1 --sequence-parallel", rf"{OF_LATENTS}|norm\.weight"),
-        ("2x1x2", f"{LATENTS} --zero-stage 2 --optimizer muon", OF_LATENTS),
-        ("2x1x2", f"{LATENTS} --zero-stage 3", OF_LATENTS),
-        # The last stage, of one layer, passes on the gradient of its first read unreduced.
-        ("2x2x1", LATENTS, rf"{OF_LATENTS}|layers\.2\.attention_norm"),
-        ("2x1x1", f"{EXPERTS} --qk-layernorm", r"router|[qk]_norm\.weight"),
-        ("4x1x1", "--add-qkv-bias", r"[kv]_proj\.(weight|bias)"),
-    ],
+    usual_share(
+        [
+            ("2x1x1", LATENTS, OF_LATENTS),
+            ("2x1x1", f"{LATENTS} --no-tp-overlap --bf16", OF_LATENTS),
+            ("2x1x2", f"{LATENTS} --zero-stage 1 --sequence-parallel", rf"{OF_LATENTS}|norm\.weight"),
+            ("2x1x2", f"{LATENTS} --zero-stage 0 --recompute-granularity full", OF_LATENTS),
+            ("2x1x2", f"{LATENTS} --zero-stage 2 --optimizer muon", OF_LATENTS),
+            ("2x1x2", f"{LATENTS} --zero-stage 3", OF_LATENTS),
+            # The last stage, of one layer, passes on the gradient of its first read unreduced.
+            ("2x2x1", LATENTS, rf"{OF_LATENTS}|layers\.2\.attention_norm"),
+            ("2x1x1", f"{EXPERTS} --qk-layernorm", r"router|[qk]_norm\.weight"),
+            ("4x1x1", "--add-qkv-bias", r"[kv]_proj\.(weight|bias)"),
+        ],
+        2,
+    ),
 )
 def test_partial_gradients_are_summed_once_a_step(gloo_pools: GlooPools, layout: str, flags: str, partial: str) -> None:
     world, argv = launch_of(layout, *RECIPE, flags)

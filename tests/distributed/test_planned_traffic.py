@@ -48,6 +48,7 @@ CLUSTERS = {
         16,
         8,
         "--bf16 --residual-mode ladder --num-layers 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+        is_slow=True,
     ),
     "TP x DP is a box": Cluster(
         16,
@@ -66,6 +67,7 @@ CLUSTERS = {
         6,
         "--bf16 --residual-mode ladder-parallel --num-layers 2 --tensor-model-parallel-size 4 --sequence-parallel "
         "--recompute-granularity full",
+        is_slow=True,
     ),
     "tied ends of uneven stages": Cluster(
         12,
@@ -90,6 +92,7 @@ CLUSTERS = {
         8,
         f"--bf16 --residual-mode farskip --num-layers 5 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
         "--moe-layers 1,3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        is_slow=True,
     ),
     "experts, boxes of three": Cluster(
         8,
@@ -111,6 +114,7 @@ CLUSTERS = {
         f"--residual-mode ladder-parallel --num-layers 2 {LATENTS} --tensor-model-parallel-size 2 --zero-stage 2 "
         "--recompute-granularity full --global-batch-size 8",
         is_uneven=True,
+        is_slow=True,
     ),
     "key heads on several ranks, boxes of five": Cluster(
         8,

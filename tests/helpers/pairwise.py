@@ -28,8 +28,17 @@ def pairwise(*axes: Iterable[str] | Mapping[str, object]) -> list[Any]:
 
 def quick_share(cases: Iterable[object], every: int) -> list[Any]:
     """Return cases as pytest parameters, of which `tests/run.sh --quick` takes the first of each `every`."""
+    return _with_mark(cases, every, pytest.mark.long)
+
+
+def usual_share(cases: Iterable[object], every: int) -> list[Any]:
+    """Return cases as pytest parameters, of which runs without `--slow` take the first of each `every`."""
+    return _with_mark(cases, every, pytest.mark.slow)
+
+
+def _with_mark(cases: Iterable[object], every: int, mark: pytest.MarkDecorator) -> list[Any]:
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long if number % every else ())
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark if number % every else ())
         for number, case in enumerate(cases)
     ]
 

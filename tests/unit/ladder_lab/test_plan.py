@@ -18,16 +18,17 @@ from tests.helpers.runs import errors_of
 from tools.plan import main
 
 
-def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", [pytest.param(1024, marks=pytest.mark.slow), 128])
+def test_many_gpus_without_torch(gpus: int, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     script = "import sys; from plan import main; main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr)"
-    arguments = "--model llama-70b --gpus 1024 --global-batch-size 1024 --json".split()
+    arguments = f"--model llama-70b --gpus {gpus} --global-batch-size 1024 --json".split()
     done = run_command([sys.executable, "-c", script, *arguments, str(out)], 60, cwd=ROOT / "tools")
     assert done.stderr == "False\n"
     report = json.loads(out.read_text())
     assert len(report["layouts"]) > 100
     first = report["layouts"][0]
-    assert first["tensor"] * first["pipeline"] * first["data"] == 1024
+    assert first["tensor"] * first["pipeline"] * first["data"] == gpus
     parts = ("weights", "gradients", "optimizer", "activations")
     assert sum(first["memory_bytes"][part] for part in parts) == pytest.approx(first["memory_bytes"]["total"])
     assert first["memory_bytes"]["total"] < 80e9
