@@ -4,8 +4,9 @@ A field `micro_batch_size: int = flag(1, minimum=1)` with a docstring below it b
 docstring is its help. The type determines how many values the flag takes and how they are read:
 
     int, float, str, Path      one value
-    bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`. The opposite
-                               spelling restores the default, for a value that comes from a file
+    bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`, whose help is
+                               the docstring after "Do not". The opposite spelling restores the default, for a value
+                               that comes from a file
     Literal["a", "b"]          one of the words; with "true" and "false" among them, the flag may stand alone or be
                                spelled `--no-...`, as a switch
     tuple[T, ...]              one or more values after one flag
@@ -180,8 +181,9 @@ class Flag:
 
     @property
     def documentation(self) -> str:
-        """One line."""
-        return " ".join(f"{self.docstring} {self.details}".split())
+        """One line. The docstring of a switch that is on by default describes what its flag turns off."""
+        text = " ".join(f"{self.docstring} {self.details}".split())
+        return f"Do not {text[:1].lower()}{text[1:]}" if self.default is True else text
 
     @property
     def is_required(self) -> bool:

@@ -173,7 +173,7 @@ class OptimizerConfig:
     muon_momentum: float = flag(0.95, minimum=0, below=1, requires="--optimizer muon")
     """Decay rate of Muon's momentum."""
     muon_nesterov: bool = flag(True, requires="--optimizer muon")
-    """Orthogonalise the momentum itself, without Nesterov's step ahead."""
+    """Add Nesterov's step ahead to the momentum before it is orthogonalised."""
     muon_ns_steps: int = flag(5, aliases=("--muon-num-ns-steps",), minimum=1, maximum=99, requires="--optimizer muon")
     """Newton-Schulz iterations that orthogonalise a matrix."""
     muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="--optimizer muon")
@@ -266,7 +266,8 @@ class ParallelConfig:
     expert_sharding: Literal["width", "experts"] = flag("width", requires="--num-experts")
     """What a tensor-parallel rank holds of a layer's experts: a part of the width of each, or whole experts."""
     tp_overlap: bool = True
-    """Wait for each tensor-parallel all-reduce immediately after its launch. For comparison; results are the same."""
+    """Leave tensor-parallel all-reduces in flight under later sub-blocks. Without this overlap, each is waited for
+    immediately after its launch; for comparison, as results are the same."""
     sequence_parallel: bool = False
     """Shard the residual stream along the sequence over the tensor-parallel ranks, which saves activation memory. Each
     all-reduce becomes a reduce-scatter and an all-gather. Not with --residual-mode desync."""
@@ -437,9 +438,9 @@ class CheckpointConfig:
     finetune: bool = flag(False, requires="--load", on_resume="ignore")
     """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
     load_optim: bool = flag(True, requires="--load", on_resume="ignore")
-    """Do not load the optimizer state: the optimizer starts from zero moments at the iteration of the checkpoint."""
+    """Load the optimizer state. Without it, the optimizer starts from zero moments at the checkpoint's iteration."""
     load_rng: bool = flag(True, requires="--load", on_resume="ignore")
-    """Do not load the states of the random number generators."""
+    """Load the states of the random number generators."""
     override_opt_param_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler",),

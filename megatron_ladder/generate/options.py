@@ -27,14 +27,15 @@ class ModelOptions:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type to which the weights are converted. The default is fp32 on a CPU and bf16 on a GPU."""
     verify: bool = True
-    """Do not compare the files of a training checkpoint with their recorded checksums while loading. Hugging Face
+    """Compare the files of a training checkpoint with their recorded checksums while loading. Hugging Face
     directories have no checksums."""
     overlap: bool = True
-    """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
+    """Leave all-reduces in flight under the next sub-block. Without this overlap, each is waited for at once; for
+    comparison."""
     compile_sub_blocks: bool = False
     """Compile norms, SwiGLU and rotary embedding with torch.compile. Needs a C++ compiler at run time."""
     cuda_graph: bool = True
-    """On GPUs, launch every kernel of a decode step from the host, instead of replaying a captured step."""
+    """Replay captured decode steps on GPUs. Without them, the host launches every kernel."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""

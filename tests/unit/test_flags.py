@@ -23,7 +23,7 @@ class Example:
     style: Literal["linear", "cosine"] | None = None
     """A style."""
     overlap: bool = True
-    """Turn overlap off."""
+    """Overlap sums. Without it, they are exposed."""
     bf16: bool = False
     """Half precision."""
     ids: tuple[int, ...] = flag((), minimum=-2)
@@ -169,7 +169,7 @@ def test_a_switch_with_a_third_value(words: str, value: str) -> None:
 
 def test_help_shows_docstrings() -> None:
     text = " ".join(_help_parser([Example], "example.py", "An example.").format_help().split())
+    assert "--no-overlap Do not overlap sums. Without it, they are exposed." in text
     assert "Example. More words" in text
     assert "--lr X The rate, in 100% of cases. (above 0, at most 10; required)" in text
     assert "--steps N, --iterations N Steps. (default: 3)" in text
-    assert "--no-overlap Turn overlap off." in text

@@ -67,8 +67,8 @@ class BenchmarkOptions:
     compile_sub_blocks: Literal["auto", "true", "false"] = flag("auto", requires="--device cuda")
     """Use torch.compile between matrix products. auto: the default of training, or that of generation (false)."""
     cuda_graph: bool = flag(True, requires="--device cuda")
-    """Launch every kernel from the host, instead of replaying captured training and decode steps, the default of
-    training and generation on GPUs. A prefill is not captured."""
+    """Replay captured training and decode steps. Without them, the host launches every kernel. Training and generation
+    on GPUs replay steps by default. A prefill is not captured."""
     batch: int = flag(1, minimum=1)
     """Samples per batch."""
     sequence: int = flag(128, minimum=1)
@@ -165,7 +165,7 @@ class ThroughputOptions:
     backend: str = "inductor"
     """Backend of torch.compile; "none" compiles neither our models nor those of transformers."""
     cuda_graph: bool = True
-    """On GPUs, launch every kernel of our models from the host, instead of replaying a captured pass."""
+    """Replay captured passes of our models on GPUs. Without them, the host launches every kernel."""
     matrix: int = flag(8192, minimum=1)
     """Size of the square matrix product whose rate defines the lower bound of the time."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
