@@ -87,7 +87,7 @@ class Settings:
         self.faulty.add(name)
 
     def accept(self, name: str, requires: tuple[str, ...], excludes: tuple[str, ...]) -> None:
-        """Accept a flag that has no effect of its own."""
+        """Accept a flag of another program, which requests what this one does anyway."""
         switch = Flag(
             field_name=name,
             value_type=ValueType.of(bool),
@@ -126,7 +126,7 @@ class Settings:
     def examine(self) -> tuple[dict[str, Any], list[Problem]]:
         """Return the valid values, by field, and the problems: of words, missing values, limits, and contradictions."""
         values = self.values
-        required = {one.field_name: None for one in self.flags if one.is_required}
+        required = [one.field_name for one in self.flags if one.is_required]
         missing = [Problem({name: None}, "{} is required") for name in required if name not in {*values, *self.faulty}]
         valid, invalid = check_values(self.flags, values)
         return valid | {"given": values["given"]}, [*self.problems, *missing, *invalid]

@@ -195,8 +195,8 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
         sources = _open_checked_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer, rank_info.rank)
         if run.logging.skip_train and run.logging.sample_prompts is None and not sources.valid:
-            fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
-            errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
+            fix = "give {valid_data_path}, or a {split} with a share of it, and {eval_iters} of 1 or more"
+            errors.add(Problem({"skip_train": None}, "{} needs validation data", fix))
     if findings.stream is not None:
         with errors.collect("streaming"):
             stream = _open_stream(run, tokenizer, checkpoint, findings.stream)
@@ -273,22 +273,23 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
         with errors.collect():
             require_compiler("compile_sub_blocks", rank_info.device())
     if run.training.cuda_graph == "true" and rank_info.device().type != "cuda":
-        errors.add("--cuda-graph: this machine has no GPU: leave it out")
+        errors.add(Problem({"cuda_graph": None}, "{}: this machine has no GPU", "leave it out"))
     if rank_info.rank == 0:
         with errors.collect():
             check_wandb(run)
     folders = {
-        "--save": run.checkpoint.save,
-        "--tensorboard-dir": run.logging.tensorboard_dir,
-        "--wandb-save-dir": run.logging.wandb_save_dir,
-        "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
+        "save": run.checkpoint.save,
+        "tensorboard_dir": run.logging.tensorboard_dir,
+        "wandb_save_dir": run.logging.wandb_save_dir,
+        "profile_dir": run.profile.profile_dir if run.profile.profile else None,
     }
-    for flag, folder in folders.items():
+    for name, folder in folders.items():
         if folder is None or rank_info.local_rank > 0:
             continue
         # Other errors may refuse the start, which leaves no directories.
         if problem := output_problem(folder, "directory"):
-            errors.add(f"{flag} {folder}: cannot be written to: {problem}: give another directory")
+            reason = "{}: cannot be written to: {problem}"
+            errors.add(Problem({name: folder}, reason, "give another directory", problem=problem))
 
 
 def _open_checked_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
@@ -303,8 +304,12 @@ def _open_checked_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Source
     if tokenizer is not None:
         check_tokenizer(sources.datasets, tokenizer)
     raise_user_errors(
-        f"{dataset.prefix}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}: "
-        "give the --tokenizer-model or --vocab-size of the data"
+        Problem(
+            {},
+            f"{{prefix}}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}",
+            "give the {tokenizer_model} or {vocab_size} of the data",
+            prefix=dataset.prefix,
+        )
         for dataset in sources.datasets
         if (sidecar := dataset.sidecar) is not None and sidecar.largest_id >= run.model.vocab_size > 1
     )
@@ -316,8 +321,10 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
 
     Data sets of conversations mark the start of conversations otherwise, and do not need the token.
     """
-    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    flags = " ".join(flag_name(name) for name in names if getattr(data, name))
+    all_names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    names = [name for name in all_names if getattr(data, name)]
+    flags = " ".join(f"{{{name}}}" for name in names)
+    subjects = dict.fromkeys(names)
     datasets = sorted(sources.datasets, key=attrgetter("prefix"))
     known = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
@@ -328,39 +335,54 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     elif known:
         prefix = next(iter(relevant or known))
         name, eod_id = str(prefix), known[prefix].eod_id
-    errors = [
+    errors: list[str | Problem] = [
         f"{prefix}: the end-of-document token is {other} by {sidecar_path(prefix)}, and {eod_id} by {name}: give the "
         "tokenizer as it was when the data was made (tokenizer_config.json next to it may name the token), or "
         "preprocess the data again"
         for prefix, other in relevant.items()
         if other != eod_id
     ]
-    if flags and eod_id is None:
-        errors.append(f"{flags}: the end-of-document token is unknown: give --tokenizer-type and --tokenizer-model")
+    if names and eod_id is None:
+        reason = f"{flags}: the end-of-document token is unknown"
+        errors.append(Problem(subjects, reason, "give {tokenizer_type} and {tokenizer_model}"))
     errors += [
-        f"{flags}: the documents of {prefix} do not end with an end-of-document token: preprocess it with --append-eod"
+        Problem(
+            subjects,
+            f"{flags}: the documents of {{prefix}} do not end with an end-of-document token",
+            "preprocess it with {append_eod}",
+            prefix=prefix,
+        )
         for prefix, sidecar in known.items()
-        if flags and not (sidecar.append_eod or sidecar.conversations)
+        if names and not (sidecar.append_eod or sidecar.conversations)
     ]
     raise_user_errors(errors)
-    if flags and eod_id is not None:
+    if names and eod_id is not None:
         others = [dataset for dataset in datasets if dataset.sidecar is None]
-        _check_ends(others, eod_id, f"the end-of-document token {eod_id} of {name}", flags, rank)
+        _check_ends(others, eod_id, f"the end-of-document token {eod_id} of {name}", names, rank)
     return eod_id
 
 
-def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str, flags: str, rank: int) -> None:
-    """Sample documents of data sets without a description; raises UserError if the flags have no effect on one."""
+def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str, names: list[str], rank: int) -> None:
+    """Sample documents of data sets without a description; raises UserError if the fields have no effect on one."""
     errors = []
+    flags = " ".join(map(flag_name, names))
     for dataset in datasets:
         ends = sampled_ends(dataset)
         share = float((ends == eod_id).mean())
         if share == 0 and not occurs_in_sample(dataset, eod_id):
             tokens, counts = np.unique(ends, return_counts=True)
+            subjects = " ".join(f"{{{name}}}" for name in names)
             errors.append(
-                f"{flags}: no document of {dataset.prefix} ends with {described} ({len(ends):,} documents read; most "
-                f"end with {tokens[counts.argmax()]}): give the tokenizer of the data, copy its "
-                f"{sidecar_path(dataset.prefix).name} as well if there is one, or preprocess it with --append-eod"
+                Problem(
+                    dict.fromkeys(names),
+                    f"{subjects}: no document of {{prefix}} ends with {{described}} ({len(ends):,} documents read; "
+                    f"most end with {tokens[counts.argmax()]})",
+                    "give the tokenizer of the data, copy its {sidecar} as well if there is one, or preprocess it with "
+                    "{append_eod}",
+                    prefix=dataset.prefix,
+                    described=described,
+                    sidecar=sidecar_path(dataset.prefix).name,
+                )
             )
         elif share < 1:
             print_rank_0(
@@ -428,13 +450,17 @@ def _read_sample_prompts(
     if path is None:
         return ()
     if tokenizer is None:
-        raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
+        fix = "give {tokenizer_type} and {tokenizer_model}"
+        raise UserError(Problem({"sample_prompts": path}, "{}: needs a tokenizer", fix))
     texts = read_prompt_file(path, by_line=True)
     encoded = tokenizer.encode_documents([text for _, text in texts], parse_special_tokens)
     prompts = [(source, text, tuple(ids)) for (source, text), ids in zip(texts, encoded, strict=True)]
     raise_user_errors(
-        f"{source}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
-        f"{run.training.seq_length}: shorten the prompt, or lower --sample-tokens"
+        Problem(
+            {"sample_prompts": source, "sample_tokens": new_tokens, "seq_length": run.training.seq_length},
+            f"{{}}: {len(ids)} tokens and {{sample_tokens}} do not fit into {{seq_length}}",
+            "shorten the prompt, or lower {sample_tokens}",
+        )
         for source, _, ids in prompts
         if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens
     )

@@ -58,12 +58,15 @@ def look_for_checkpoint(settings: Settings) -> Checkpoint | None:
     load = values["load"]
     if load is None:
         return None
-    with reporting_os_errors(f"--load {load}"):
+    subject = {"load": load}
+    errors = ErrorCollector()
+    with errors.collect("load"), reporting_os_errors(load):
         if is_published_name(load.name) and not load.exists():
-            raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
+            fix = "give {parent} to load the newest one"
+            raise UserError(Problem(subject, "{}: there is no such checkpoint", fix, parent=load.parent))
         if (checkpoint := find_checkpoint(load)) is not None:
             return checkpoint
-    subject = {"load": load}
+    errors.raise_if_any()
     for name in ("finetune", "exit_on_missing_checkpoint", "skip_train"):
         if values[name]:
             reason = f"{{}}: holds no checkpoint, and {{{name}}} requires one"
@@ -83,7 +86,7 @@ def look_into_save(values: Mapping[str, Any]) -> None:
     if is_published_name(save.name):
         raise UserError(Problem(subject, "{}: is the name of a single checkpoint", "give the directory above it"))
     errors = ErrorCollector()
-    with errors.collect(), reporting_os_errors(f"--save {save}"):
+    with errors.collect("save"), reporting_os_errors(save):
         if is_hf_directory(save):
             errors.add(Problem(subject, "{}: is a Hugging Face directory", "give another"))
         for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
@@ -225,7 +228,7 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
         del fixes["ladder_layers"]
     if not run.loads_only_weights:
         recorded = _values(checkpoint.manifest.get("run", {}))
-        order = {name: recorded[name] for name in _declared("keep") if name in recorded}
+        order = {name: recorded[name] for name in sorted(_declared("keep")) if name in recorded}
         stored |= order
         resumed |= {name: getattr(run.training, name) for name in order}
         fixes |= dict.fromkeys(order, "leave the flag out, or give {finetune} to start at iteration 0")
@@ -301,8 +304,8 @@ def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool,
     """Compare the data with the checkpoint's; raises UserError if it changed, or reports that if `allowed`."""
     changes = data_changes(checkpoint.manifest.get("data", {}), data)
     if changes and not allowed:
-        fix = "give the same data, or --allow-data-change to read other samples"
-        raise UserError(*(f"{change}: {fix}" for change in changes))
+        fix = "give the same data, or {allow_data_change} to read other samples"
+        raise UserError(*(Problem({}, "{change}", fix, change=change) for change in changes))
     for change in changes:
         print_rank_0(f"*** --allow-data-change: {change} ***", rank)
     if changes:

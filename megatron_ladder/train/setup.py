@@ -23,7 +23,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_rank_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
@@ -121,10 +121,9 @@ def _check_shared(save: Path, world: CommGroup) -> None:
         mark.unlink()
     apart = world.broadcast_object(list(dict.fromkeys(host for host, sees in seen if not sees)))
     if apart:
-        raise UserError(
-            f"--save {save}: {', '.join(apart)} and the host of rank 0 do not see the same directory: use a directory "
-            "on a file system that all hosts share"
-        )
+        reason = "{}: {hosts} and the host of rank 0 do not see the same directory"
+        fix = "use a directory on a file system that all hosts share"
+        raise UserError(Problem({"save": save}, reason, fix, hosts=", ".join(apart)))
 
 
 def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:

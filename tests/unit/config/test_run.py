@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.blueprint.model_flags import FLAG_CHECKS, LEARNING_CHECKS, MODEL_CHECKS, TENSOR_PARALLEL_CHECKS
 from megatron_ladder.command_line import Settings
 from megatron_ladder.config.megatron_flags import _known_flags, read_megatron_flag
 from megatron_ladder.config.run import SECTIONS, RunConfig
@@ -377,6 +378,26 @@ def test_errors_name_flags_as_the_user_wrote_them() -> None:
     found = read("--num-query-groups 3 --tp 3 --num-key-value-heads 3")[1]
     assert [line.split()[0] for line in found] == ["--num-attention-heads", "--tp"]
     assert "not divisible by --num-key-value-heads 3" in found[0]
+
+
+def test_checks_read_fields_that_exist() -> None:
+    """A check of a field that no section has would always be skipped."""
+    derived = {"world_size", "data_parallel_ranks", "samples_at_once", "chosen_from", "desync_tp"}
+    known = derived | {one.field_name for one in all_flags()}
+    checks = [*section_checks(*SECTIONS), *FLAG_CHECKS, *MODEL_CHECKS, *LEARNING_CHECKS, *TENSOR_PARALLEL_CHECKS]
+    assert len(checks) > 60 and {name for check in checks for name in check.reads} <= known
+
+
+def test_invalid_flags_hide_no_other_error() -> None:
+    words = "--lr x --lr-warmup-iters 7 --hidden-size 65 --num-attention-heads 4 --tp 3 --colour 1".split()
+    found = run_or_errors(words, 1000, 4)[1]
+    assert [line.split(" ")[0].rstrip(":") for line in found] == [
+        *("--lr", "--colour", "--train-iters", "--hidden-size", "--tp")
+    ]
+    # A checkpoint may provide what is not given, and so only given values are compared.
+    words = "--load c --lr x --seq-length 5 --max-position-embeddings 4 --num-attention-heads 5".split()
+    found = run_or_errors(words, 1000, 4)[1]
+    assert [line.split(" ")[0].rstrip(":") for line in found] == ["--lr", "--seq-length"]
 
 
 def test_missing_flags_hide_no_other_error() -> None:
