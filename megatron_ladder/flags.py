@@ -153,10 +153,11 @@ class Flag:
     above: float | None = None
     below: float | None = None
     requires: tuple[str, ...] = ()
-    """Flags without which this one has no effect. A flag with a value (`"--optimizer adam"`, or several joined by
-    ` or `) must have that value; without one it must have any value but its default."""
+    """Fields without which this one has no effect. A field with a value (`"optimizer adam"`, or several joined by
+    ` or `) must have that value; without one it must have any value but its default. `no_verify` is a switch that is
+    on by default."""
     excludes: tuple[str, ...] = ()
-    """Flags that contradict this one, in the same notation."""
+    """Fields that contradict this one, in the same notation."""
     output: OutputKind | None = None
     """Kind of a path that the program writes; it is an error if that is impossible."""
     details: str = ""
@@ -242,9 +243,15 @@ class Flag:
     def limits(self) -> str:
         """Describe the accepted values, and the flags that this one requires and excludes."""
         choices = "among " + ", ".join(self.choices) if self.choices else ""
-        requires = "requires " + " and ".join(self.requires) if self.requires else ""
-        excludes = "not with " + " or ".join(self.excludes) if self.excludes else ""
+        requires = "requires " + " and ".join(map(_as_flag, self.requires)) if self.requires else ""
+        excludes = "not with " + " or ".join(map(_as_flag, self.excludes)) if self.excludes else ""
         return "; ".join(part for part in (choices, self.bounds, requires, excludes) if part)
+
+
+def _as_flag(condition: str) -> str:
+    """`optimizer adam` -> `--optimizer adam`."""
+    name, space, value = condition.partition(" ")
+    return flag_name(name) + space + value
 
 
 # Parsing sources dominates the time to read a command line, and studies read many command lines.
@@ -273,19 +280,18 @@ def conflicts(flags: Iterable[Flag], values: Mapping[str, Any]) -> Iterator[tupl
 
     With it come the fields of which one has no effect. A flag whose value is unknown agrees with all others.
     """
-    known = {spelling: one for one in flags if one.field_name in values for spelling in one.spellings}
+    known = {keyword_name(word): one for one in flags if one.field_name in values for word in one.spellings}
     for one in dict.fromkeys(known.values()):
         value = values[one.field_name]
         if value in (one.default, "false"):
             continue
         for condition in (*one.requires, *one.excludes):
-            spelling, _, wanted = condition.partition(" ")
-            if spelling not in known:
+            name, _, wanted = condition.partition(" ")
+            if name not in known:
                 continue
-            other = known[spelling]
+            other = known[name]
             found = values[other.field_name]
             holds = str(found) in wanted.split(" or ") if wanted else found != other.default
-            name = keyword_name(spelling)
             fields = {keyword_name(one.name): None if isinstance(value, tuple) else value, name: wanted or None}
             if not holds and condition in one.requires:
                 yield Problem(fields, f"{{}} requires {{{name}}}"), (one.field_name,)

@@ -21,26 +21,26 @@ class ModelTraits:
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Method that scales rotary frequencies for longer contexts."""
-    rope_scaling_factor: float = flag(1.0, aliases=("--rotary-scaling-factor",), above=0, requires="--rope-scaling")
+    rope_scaling_factor: float = flag(1.0, aliases=("--rotary-scaling-factor",), above=0, requires="rope_scaling")
     """Factor by which the context grows."""
-    rope_low_freq_factor: float = flag(1.0, above=0, requires="--rope-scaling llama3")
+    rope_low_freq_factor: float = flag(1.0, above=0, requires="rope_scaling llama3")
     """Wavelengths above original positions / this factor are scaled in full."""
-    rope_high_freq_factor: float = flag(4.0, above=0, requires="--rope-scaling llama3")
+    rope_high_freq_factor: float = flag(4.0, above=0, requires="rope_scaling llama3")
     """Wavelengths below original positions / this factor are not scaled."""
     rope_original_max_position_embeddings: int = flag(
         8192,
         aliases=("--yarn-original-max-position-embeddings",),
         minimum=1,
-        requires="--rope-scaling llama3 or yarn",
+        requires="rope_scaling llama3 or yarn",
     )
     """Maximum positions of the model before scaling."""
-    rope_beta_fast: float = flag(32.0, aliases=("--yarn-beta-fast",), above=0, requires="--rope-scaling yarn")
+    rope_beta_fast: float = flag(32.0, aliases=("--yarn-beta-fast",), above=0, requires="rope_scaling yarn")
     """Frequencies with more turns than this within the original positions are not scaled."""
-    rope_beta_slow: float = flag(1.0, aliases=("--yarn-beta-slow",), above=0, requires="--rope-scaling yarn")
+    rope_beta_slow: float = flag(1.0, aliases=("--yarn-beta-slow",), above=0, requires="rope_scaling yarn")
     """Frequencies with fewer turns than this are scaled in full."""
-    rope_mscale: float = flag(1.0, aliases=("--mscale",), minimum=0, requires="--rope-scaling yarn")
+    rope_mscale: float = flag(1.0, aliases=("--mscale",), minimum=0, requires="rope_scaling yarn")
     """Cosines and sines are multiplied by m(this) / m(--rope-mscale-all-dim), where m(s) = 0.1 s ln(factor) + 1."""
-    rope_mscale_all_dim: float = flag(0.0, aliases=("--mscale-all-dim",), minimum=0, requires="--rope-scaling yarn")
+    rope_mscale_all_dim: float = flag(0.0, aliases=("--mscale-all-dim",), minimum=0, requires="rope_scaling yarn")
     """See --rope-mscale; latent attention multiplies its scores by m(this)^2."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
@@ -56,13 +56,13 @@ class ModelTraits:
     """Multiply the attention's output, before its projection, by the sigmoid of another projection of its input."""
     kv_lora_rank: int = flag(0, minimum=0)
     """Width of the latent from which keys and values are computed (multi-head latent attention); 0: there is none."""
-    q_lora_rank: int = flag(0, minimum=0, requires="--kv-lora-rank")
+    q_lora_rank: int = flag(0, minimum=0, requires="kv_lora_rank")
     """Width of the latent from which queries are computed; 0: they are projected from the hidden state."""
-    qk_nope_head_dim: int = flag(128, aliases=("--qk-head-dim",), minimum=1, requires="--kv-lora-rank")
+    qk_nope_head_dim: int = flag(128, aliases=("--qk-head-dim",), minimum=1, requires="kv_lora_rank")
     """Latent attention: width of the part of each query and key that is not rotated."""
-    qk_rope_head_dim: int = flag(64, aliases=("--qk-pos-emb-head-dim",), minimum=2, requires="--kv-lora-rank")
+    qk_rope_head_dim: int = flag(64, aliases=("--qk-pos-emb-head-dim",), minimum=2, requires="kv_lora_rank")
     """Latent attention: width of the rotated part, whose key all heads share."""
-    v_head_dim: int = flag(128, minimum=1, requires="--kv-lora-rank")
+    v_head_dim: int = flag(128, minimum=1, requires="kv_lora_rank")
     """Latent attention: width of each value."""
     logit_soft_cap: float | None = flag(None, above=0)
     """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
@@ -70,23 +70,23 @@ class ModelTraits:
     """Part of each head that the rotary embedding rotates, from its first dimension on."""
     num_experts: int = flag(0, minimum=0, maximum=4096)
     """Routed experts of a layer (mixture of experts); 0: every layer is dense."""
-    moe_router_topk: int = flag(2, minimum=1, requires="--num-experts")
+    moe_router_topk: int = flag(2, minimum=1, requires="num_experts")
     """Experts of each token; to train with 1, add --moe-router-unnormalized."""
-    moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="--num-experts")
+    moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="num_experts")
     """Width of the expert that every token uses; 0: there is none."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="--num-experts")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="num_experts")
     """Function that maps the router's logits to scores: over all experts, or for each expert."""
-    moe_router_unnormalized: bool = flag(False, requires="--num-experts")
+    moe_router_unnormalized: bool = flag(False, requires="num_experts")
     """Weight the chosen experts by their scores, without dividing by the sum."""
-    moe_router_topk_scaling_factor: float = flag(1.0, above=0, requires="--num-experts")
+    moe_router_topk_scaling_factor: float = flag(1.0, above=0, requires="num_experts")
     """Factor on the weights of the chosen experts."""
-    moe_router_enable_expert_bias: bool = flag(False, requires="--num-experts")
+    moe_router_enable_expert_bias: bool = flag(False, requires="num_experts")
     """Choose experts by scores plus a bias that follows the experts' loads, without a loss (DeepSeek-V3)."""
-    moe_router_num_groups: int = flag(1, minimum=1, requires="--num-experts")
+    moe_router_num_groups: int = flag(1, minimum=1, requires="num_experts")
     """Groups of experts, of which each token first chooses --moe-router-group-topk, by the highest score in each, or
     with --moe-router-enable-expert-bias by the sum of the two highest, as in DeepSeek-V2 and V3. (Megatron sums the
     --moe-router-topk / --moe-router-group-topk highest, which is the same for DeepSeek-V3.)"""
-    moe_router_group_topk: int = flag(1, minimum=1, requires="--moe-router-num-groups")
+    moe_router_group_topk: int = flag(1, minimum=1, requires="moe_router_num_groups")
     """Groups from which a token chooses its experts."""
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
@@ -122,9 +122,9 @@ class ModelFlags(ModelTraits):
     """Number of token ids; by default that of the tokenizer. It is padded to 128 x tensor-parallel size."""
     max_position_embeddings: int | None = flag(None, minimum=1)
     """Longest sequence that the model accepts; by default the training sequence length."""
-    moe_ffn_hidden_size: int | None = flag(None, minimum=1, requires="--num-experts")
+    moe_ffn_hidden_size: int | None = flag(None, minimum=1, requires="num_experts")
     """Width of one expert; by default --ffn-hidden-size."""
-    moe_layers: str | None = flag(None, requires="--num-experts")
+    moe_layers: str | None = flag(None, requires="num_experts")
     """Layers with experts, in the notation of --ladder-layers; by default all. The others are dense."""
     ladder_layers: str | None = None
     """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in

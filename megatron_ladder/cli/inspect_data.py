@@ -22,7 +22,7 @@ class InspectConfig:
     """Documents to print: numbers and ranges, such as 0 5-7."""
     tokenizer_type: TokenizerType | None = None
     """Type of the tokenizer that produced the data; needed to print text."""
-    tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
+    tokenizer_model: Path | None = flag(None, requires="tokenizer_type")
     """File or directory of the tokenizer; ByteTokenizer and NullTokenizer have none."""
     vocab_size: int | None = None
     """Number of token ids of NullTokenizer, without the end-of-document token."""

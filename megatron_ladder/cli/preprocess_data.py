@@ -38,11 +38,11 @@ class PreprocessConfig:
     chat: bool = False
     """Treat each record as a conversation, formatted with the tokenizer's chat template. Tokens of the assistant are
     marked in PREFIX_messages_document_loss_mask.bin. Training packs whole conversations."""
-    chat_keys: tuple[str, ...] = flag(("messages",), requires="--chat")
+    chat_keys: tuple[str, ...] = flag(("messages",), requires="chat")
     """Keys of a conversation: one key of a list of messages, each with role and content (or from, which is human or
     gpt, and value); two keys of an instruction and an output; or three keys of an instruction, an input that is
     appended to it, and an output."""
-    chat_template: Path | None = flag(None, requires="--chat")
+    chat_template: Path | None = flag(None, requires="chat")
     """File with a Jinja template that replaces the tokenizer's."""
     append_eod: bool = False
     """Append the end-of-document token to each document."""

@@ -40,8 +40,9 @@ def read_config_file(path: Path, settings: Settings) -> None:
         one = flags.get(key)
         name = key if one is None else one.field_name
         if name in lines:
-            reason = "--config {location}: {key} is set twice, first in line {first}: remove one of them"
-            settings.problems.append(Problem({}, reason, location=location, key=key, first=lines[name]))
+            reason = "{config} {location}: {key} is set twice, first in line {first}"
+            problem = Problem({}, reason, "remove one of them", location=location, key=key, first=lines[name])
+            settings.problems.append(problem)
             continue
         lines[name] = line
         settings.words.places |= dict.fromkeys((name, f"no_{name}"), location)
@@ -55,7 +56,7 @@ def read_config_file(path: Path, settings: Settings) -> None:
             elif not read_megatron_flag(flag_name(key), _megatron_words(node), settings):
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
-                reason = "--config {location}: {key} is not a flag of this program: {hint}"
+                reason = "{config} {location}: {key} is not a flag of this program: {hint}"
                 settings.problems.append(Problem({}, reason, location=location, key=key, hint=hint))
                 settings.faulty |= {flags[name].field_name for name in near}
         except ValueError as error:
@@ -76,20 +77,22 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
+        raise UserError(Problem({}, f"{{config}} {{path}}: cannot be read: {error.strerror}", path=path)) from None
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else "it has bytes that are not UTF-8"
-        raise UserError(f"--config {path}: not YAML: {reason}") from None
+        raise UserError(Problem({}, f"{{config}} {{path}}: not YAML: {reason}", path=path)) from None
     except yaml.YAMLError as error:
         # What the scanner misses belongs to the line where its token begins, not to the line where it gives up.
         begins = isinstance(error, yaml.scanner.ScannerError) and error.context_mark
         mark = begins or getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"--config {where}: not YAML: {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", error)
+        raise UserError(Problem({}, "{config} {where}: not YAML: {problem}", where=where, problem=problem)) from None
     if root is None:
         return []
     if root.id != "mapping":
-        raise UserError(f"--config {path}: expected a line `flag_name: value` for each flag, found {_kind(root)}")
+        reason = "{config} {path}: expected a line `flag_name: value` for each flag, found {kind}"
+        raise UserError(Problem({}, reason, path=path, kind=_kind(root)))
     return list(root.value)
 
 

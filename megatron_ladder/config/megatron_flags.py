@@ -368,17 +368,17 @@ _PREPROCESSING_RULES = {
 
 
 _EXCLUDED = {
-    "--untie-embeddings-and-output-weights": ("--tie-embeddings",),
-    "--disable-bias-linear": ("--add-attention-output-bias", "--add-mlp-bias"),
-    "--use-distributed-optimizer": ("--zero-stage 0",),
-    "--overlap-grad-reduce": ("--offload-optimizer cpu", "--zero-stage 0", "--zero-stage 2", "--zero-stage 3"),
-    "--overlap-param-gather": ("--offload-optimizer cpu", "--zero-stage 0", "--zero-stage 2", "--zero-stage 3"),
+    "--untie-embeddings-and-output-weights": ("tie_embeddings",),
+    "--disable-bias-linear": ("add_attention_output_bias", "add_mlp_bias"),
+    "--use-distributed-optimizer": ("zero_stage 0",),
+    "--overlap-grad-reduce": ("offload_optimizer cpu", "zero_stage 0", "zero_stage 2", "zero_stage 3"),
+    "--overlap-param-gather": ("offload_optimizer cpu", "zero_stage 0", "zero_stage 2", "zero_stage 3"),
     # In Megatron, it replaces `full`.
-    "--recompute-activations": ("--recompute-granularity full",),
-    "--no-pipeline-parallel": ("--pipeline-model-parallel-size",),
+    "--recompute-activations": ("recompute_granularity full",),
+    "--no-pipeline-parallel": ("pipeline_model_parallel_size",),
 }
 """Flags of the trainer that contradict accepted ones."""
-_REQUIRED = {"--group-query-attention": ("--num-query-groups",), "--use-checkpoint-args": ("--load",)}
+_REQUIRED = {"--group-query-attention": ("num_query_groups",), "--use-checkpoint-args": ("load",)}
 """Flags without which accepted ones have no meaning."""
 
 

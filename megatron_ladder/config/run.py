@@ -106,7 +106,7 @@ def describe_run(settings: Settings, run: RunConfig, checkpoint: Path | None = N
     values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
     if checkpoint is None:
         # These flags had no effect.
-        values |= {one.field_name: one.default for one in section_flags(*SECTIONS) if "--load" in one.requires}
+        values |= {one.field_name: one.default for one in section_flags(*SECTIONS) if "load" in one.requires}
     return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 

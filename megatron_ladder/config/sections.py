@@ -67,30 +67,30 @@ class TrainingConfig:
     global_batch_size: int | None = flag(None, minimum=1, on_resume="report")
     """Samples per optimizer step: a multiple of micro-batch size x data-parallel size, which is the default. The
     quotient is the number of accumulation steps."""
-    bf16: bool = flag(False, excludes="--zero-stage 0", on_resume="report")
+    bf16: bool = flag(False, excludes="zero_stage 0", on_resume="report")
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it, everything is fp32."""
     z_loss_coeff: float = flag(0.0, minimum=0, on_resume="report")
     """Coefficient of the z-loss, the squared log of the softmax's normaliser, which keeps logits from drifting; PaLM
     uses 1e-4. It is reported separately."""
-    moe_aux_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
+    moe_aux_loss_coeff: float = flag(0.0, minimum=0, requires="num_experts", on_resume="report")
     """Coefficient of the load balancing loss of each layer with experts; 0.01 to 0.001 are usual."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = flag(
-        "seq_aux_loss", requires="--moe-aux-loss-coeff", on_resume="report"
+        "seq_aux_loss", requires="moe_aux_loss_coeff", on_resume="report"
     )
     """What the load balancing loss balances: each sequence, or each micro-batch, on whose size it then depends."""
-    moe_z_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
+    moe_z_loss_coeff: float = flag(0.0, minimum=0, requires="num_experts", on_resume="report")
     """Coefficient of the squared log of the normaliser of the router's softmax; ST-MoE uses 1e-3."""
     moe_router_bias_update_rate: float = flag(
-        0.001, minimum=0, requires="--moe-router-enable-expert-bias", on_resume="report"
+        0.001, minimum=0, requires="moe_router_enable_expert_bias", on_resume="report"
     )
     """How far each step moves an expert's bias: up if the global batch chose it less often than the mean, else down."""
-    distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size", on_resume="report")
+    distill_from: Path | None = flag(None, excludes="pipeline_model_parallel_size", on_resume="report")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a frozen teacher, whose distribution of the
     next token the model learns. It has the same vocabulary, any sizes and any wiring."""
-    distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from", on_resume="report")
+    distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="distill_from", on_resume="report")
     """Weight W of the distillation loss; the cross entropy has 1 - W. 1 learns from the teacher alone, as Minitron
     (arXiv 2407.14679); 0 leaves the teacher of a resumed run out."""
-    distill_temperature: float = flag(1.0, above=0, requires="--distill-from", on_resume="report")
+    distill_temperature: float = flag(1.0, above=0, requires="distill_from", on_resume="report")
     """Temperature T that divides the logits of both models, usually 1. The loss of a token is T^2 KL(teacher ||
     student), reported separately."""
     seed: int = flag(1234, minimum=0, maximum=2**32 - 1, on_resume="keep")
@@ -98,7 +98,7 @@ class TrainingConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective: the
     default, because the score matrix of attention is never stored."""
-    recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
+    recompute_num_layers: int | None = flag(None, minimum=0, requires="recompute_granularity full")
     """Recompute only the first N layers of the model; all layers by default. Megatron counts those of each stage."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
@@ -108,8 +108,8 @@ class TrainingConfig:
     cuda_graph: Literal["auto", "true", "false"] = flag(
         "auto",
         excludes=(
-            *("--zero-stage 2", "--zero-stage 3", "--offload-optimizer"),
-            *("--reset-attention-mask", "--profile"),
+            *("zero_stage 2", "zero_stage 3", "offload_optimizer"),
+            *("reset_attention_mask", "profile"),
         ),
     )
     """Capture forward and backward of a micro-batch as CUDA graphs and replay them, so that the host does not launch
@@ -145,19 +145,19 @@ class OptimizerConfig:
     """Peak learning rate."""
     optimizer: FlagOptimizer = flag("adamw", details=" ".join(f"{one.name}: {one.description}" for one in OPTIMIZERS))
     """Optimizer."""
-    min_lr: float = flag(0.0, minimum=0, excludes="--lr-decay-style constant")
+    min_lr: float = flag(0.0, minimum=0, excludes="lr_decay_style constant")
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Schedule after the warm-up. WSD (warm-up, stable, decay) keeps --lr constant until the last --lr-wsd-decay-iters
     steps."""
     lr_warmup_iters: int = flag(0, minimum=0)
     """Steps over which the learning rate rises linearly from 0."""
-    lr_decay_iters: int | None = flag(None, minimum=1, excludes="--lr-decay-style constant")
+    lr_decay_iters: int | None = flag(None, minimum=1, excludes="lr_decay_style constant")
     """Step at which the decay ends; --train-iters by default."""
-    lr_wsd_decay_iters: int | None = flag(None, minimum=1, requires="--lr-decay-style WSD")
+    lr_wsd_decay_iters: int | None = flag(None, minimum=1, requires="lr_decay_style WSD")
     """Steps of the WSD decay; a tenth of the decay iterations by default."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", requires="--lr-decay-style WSD"
+        "exponential", requires="lr_decay_style WSD"
     )
     """Shape of the WSD decay."""
     weight_decay: float = flag(0.1, minimum=0)
@@ -170,13 +170,13 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     adam_eps: float = flag(1e-8, above=0)
     """Term added to the denominator of the update."""
-    muon_momentum: float = flag(0.95, minimum=0, below=1, requires="--optimizer muon")
+    muon_momentum: float = flag(0.95, minimum=0, below=1, requires="optimizer muon")
     """Decay rate of Muon's momentum."""
-    muon_nesterov: bool = flag(True, requires="--optimizer muon")
+    muon_nesterov: bool = flag(True, requires="optimizer muon")
     """Add Nesterov's step ahead to the momentum before it is orthogonalised."""
-    muon_ns_steps: int = flag(5, aliases=("--muon-num-ns-steps",), minimum=1, maximum=99, requires="--optimizer muon")
+    muon_ns_steps: int = flag(5, aliases=("--muon-num-ns-steps",), minimum=1, maximum=99, requires="optimizer muon")
     """Newton-Schulz iterations that orthogonalise a matrix."""
-    muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="--optimizer muon")
+    muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="optimizer muon")
     """Scale of the update of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for the learning rates of AdamW;
     original: sqrt(max(1, rows / columns)), for rates around 0.02."""
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
@@ -248,22 +248,20 @@ class ParallelConfig:
     stages."""
     data_parallel_size: int | None = flag(None, aliases=("--dp",), minimum=1)
     """Data-parallel ranks, to check the number of processes: processes / tensor-parallel ranks / stages."""
-    pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="--pipeline-model-parallel-size")
+    pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="pipeline_model_parallel_size")
     """How layers are assigned to stages. uniform: equal numbers, or one more in the first stages. parameters: minimise
     the parameters of the largest stage, with embedding and output head."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, minimum=1, requires="--pipeline-model-parallel-size", excludes="--pipeline-partition parameters"
+        None, minimum=1, requires="pipeline_model_parallel_size", excludes="pipeline_partition parameters"
     )
     """Cut a stage into v ranges of at most this many layers, which run alternately (interleaved 1F1B). Divides the
     idle time by v, and multiplies the sends by v. Gains little with fewer accumulation steps than stages."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""
-    offload_optimizer: Literal["none", "cpu"] = flag(
-        "none", excludes=("--zero-stage 0", "--pipeline-model-parallel-size")
-    )
+    offload_optimizer: Literal["none", "cpu"] = flag("none", excludes=("zero_stage 0", "pipeline_model_parallel_size"))
     """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
-    expert_sharding: Literal["width", "experts"] = flag("width", requires="--num-experts")
+    expert_sharding: Literal["width", "experts"] = flag("width", requires="num_experts")
     """What a tensor-parallel rank holds of a layer's experts: a part of the width of each, or whole experts."""
     tp_overlap: bool = True
     """Leave tensor-parallel all-reduces in flight under later sub-blocks. Without this overlap, each is waited for
@@ -372,16 +370,16 @@ class DataConfig:
     valid_data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix or blend of the validation data, if it is a separate data set. Several sets have names: NAME1=PREFIX1
     NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with a word and = as an absolute path."""
-    split: str = flag("969,30,1", excludes=("--train-data-path", "--valid-data-path", "--streaming"))
+    split: str = flag("969,30,1", excludes=("train_data_path", "valid_data_path", "streaming"))
     """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
-    allow_data_change: bool = flag(False, requires="--load", on_resume="ignore")
+    allow_data_change: bool = flag(False, requires="load", on_resume="ignore")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = flag(None, on_resume="ignore")
     """Type of the tokenizer: Hugging Face (two names), SentencePiece (three names), bytes, or numbers that already are
     token ids."""
     tokenizer_model: Path | None = flag(None, on_resume="ignore")
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
-    eod_token: str | None = flag(None, requires="--tokenizer-model", on_resume="ignore")
+    eod_token: str | None = flag(None, requires="tokenizer_model", on_resume="ignore")
     """End-of-document token of a tokenizer.json, if the files next to it name none or another."""
     reset_position_ids: bool = flag(False, on_resume="report")
     """Restart rotary positions at 0 after each end-of-document token."""
@@ -393,20 +391,20 @@ class DataConfig:
     """Tokens of conversations that are labels: all, or those of the assistant, which is the default if the data marks
     them."""
     streaming: tuple[str, ...] = flag(
-        (), excludes=("--data-path", "--train-data-path", "--loss-on assistant"), on_resume="data"
+        (), excludes=("data_path", "train_data_path", "loss_on assistant"), on_resume="data"
     )
     """Text that is tokenized during training, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
     text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]."""
-    streaming_key: str = flag("text", requires="--streaming")
+    streaming_key: str = flag("text", requires="streaming")
     """Key of JSON objects, or column of tables, that --streaming reads."""
-    streaming_shuffle_buffer: int = flag(10000, minimum=1, requires="--streaming")
+    streaming_shuffle_buffer: int = flag(10000, minimum=1, requires="streaming")
     """Documents in the shuffle buffers of all streams together."""
-    streaming_shards: int | None = flag(None, minimum=1, requires="--streaming")
+    streaming_shards: int | None = flag(None, minimum=1, requires="streaming")
     """Streams into which --streaming divides its input, a multiple of the data-parallel size; by default 64, or fewer
     for small inputs."""
-    streaming_skip_bad_lines: int = flag(0, minimum=0, requires="--streaming")
+    streaming_skip_bad_lines: int = flag(0, minimum=0, requires="streaming")
     """Malformed, non-UTF-8 or oversized lines of --streaming to skip and list; one more ends the run."""
-    streaming_parse_special_tokens: bool = flag(False, requires="--streaming")
+    streaming_parse_special_tokens: bool = flag(False, requires="streaming")
     """Convert the spelling of a special token in the texts of --streaming to that token; by default it stays text."""
 
 
@@ -419,39 +417,39 @@ class CheckpointConfig:
     load: Path | None = flag(None, on_resume="ignore")
     """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. Without
     a checkpoint there, the run reports that and starts from scratch."""
-    overwrite_checkpoints: bool = flag(False, requires="--save", on_resume="ignore")
+    overwrite_checkpoints: bool = flag(False, requires="save", on_resume="ignore")
     """Start a new run in a --save directory that holds checkpoints of another run, which is otherwise an error.
     `latest` names the new ones. The old ones stay, unless flags that remove checkpoints count them: those of iterations
     that the new run has passed."""
-    save_interval: int | None = flag(None, minimum=1, requires="--save")
+    save_interval: int | None = flag(None, minimum=1, requires="save")
     """Steps between checkpoints; by default only the end of the run is saved."""
-    async_save: bool = flag(False, requires="--save")
+    async_save: bool = flag(False, requires="save")
     """Copy the state to host memory, which must hold that of all ranks of a host, and write it while training
     continues."""
-    keep_last_n_checkpoints: int | None = flag(None, minimum=1, requires="--save")
+    keep_last_n_checkpoints: int | None = flag(None, minimum=1, requires="save")
     """Keep only the newest N checkpoints. Without this flag and --save-retain-interval, all are kept."""
-    save_retain_interval: int | None = flag(None, minimum=1, requires="--save")
+    save_retain_interval: int | None = flag(None, minimum=1, requires="save")
     """Keep checkpoints whose iteration is a multiple of N and those of --keep-last-n-checkpoints, or else the newest
     one; remove all others."""
-    exit_on_missing_checkpoint: bool = flag(False, requires="--load", on_resume="ignore")
+    exit_on_missing_checkpoint: bool = flag(False, requires="load", on_resume="ignore")
     """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
-    finetune: bool = flag(False, requires="--load", on_resume="ignore")
+    finetune: bool = flag(False, requires="load", on_resume="ignore")
     """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
-    load_optim: bool = flag(True, requires="--load", on_resume="ignore")
+    load_optim: bool = flag(True, requires="load", on_resume="ignore")
     """Load the optimizer state. Without it, the optimizer starts from zero moments at the checkpoint's iteration."""
-    load_rng: bool = flag(True, requires="--load", on_resume="ignore")
+    load_rng: bool = flag(True, requires="load", on_resume="ignore")
     """Load the states of the random number generators."""
     override_opt_param_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler",),
-        requires="--load",
-        excludes="--use-checkpoint-opt-param-scheduler",
+        requires="load",
+        excludes="use_checkpoint_opt_param_scheduler",
         on_resume="ignore",
     )
     """Use the given values of the learning rate, its schedule and the optimizer's hyperparameters where they differ
     from the checkpoint's, which is otherwise an error. The decay ends at --lr-decay-iters, or with the run."""
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load", on_resume="ignore"
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="load", on_resume="ignore"
     )
     """Take the learning rate, its schedule and the optimizer's hyperparameters from the checkpoint, and ignore those of
     the command line."""
@@ -470,18 +468,18 @@ class LoggingConfig:
     sample_prompts: Path | None = None
     """File of prompts that each evaluation continues greedily and logs: one per line, or JSON lines (.jsonl) with the
     key prompt."""
-    sample_tokens: int = flag(64, minimum=1, requires="--sample-prompts")
+    sample_tokens: int = flag(64, minimum=1, requires="sample_prompts")
     """New tokens for each of --sample-prompts. Each costs a forward pass over --seq-length positions."""
-    skip_train: bool = flag(False, requires="--load", on_resume="ignore")
+    skip_train: bool = flag(False, requires="load", on_resume="ignore")
     """Evaluate the model from --load, record the results in --save, and exit."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
-    wandb_project: str | None = flag(None, requires="--tensorboard-dir")
+    wandb_project: str | None = flag(None, requires="tensorboard_dir")
     """Project of Weights & Biases to which the package wandb sends the curves of --tensorboard-dir. Its environment
     variables apply, such as WANDB_MODE=offline, and WANDB_RUN_ID to continue curves."""
-    wandb_exp_name: str | None = flag(None, requires="--wandb-project")
+    wandb_exp_name: str | None = flag(None, requires="wandb_project")
     """Name of the run in --wandb-project."""
-    wandb_save_dir: Path | None = flag(None, requires="--wandb-project")
+    wandb_save_dir: Path | None = flag(None, requires="wandb_project")
     """Directory for the files of wandb; --save by default."""
 
 
@@ -492,13 +490,13 @@ class ProfileConfig:
     profile: bool = False
     """Write a trace of some steps for each of --profile-ranks. Perfetto, chrome://tracing and
     tools/exposed_communication.py read it."""
-    profile_step_start: int = flag(10, minimum=0, requires="--profile")
+    profile_step_start: int = flag(10, minimum=0, requires="profile")
     """Completed steps when the profile starts; it begins with the next one."""
-    profile_step_end: int = flag(12, minimum=1, requires="--profile")
+    profile_step_end: int = flag(12, minimum=1, requires="profile")
     """Completed steps when the profile ends."""
-    profile_ranks: tuple[int, ...] = flag((0,), minimum=0, requires="--profile")
+    profile_ranks: tuple[int, ...] = flag((0,), minimum=0, requires="profile")
     """Global ranks that write traces. All ranks wait for them before and after the profile."""
-    profile_dir: Path | None = flag(None, requires="--profile")
+    profile_dir: Path | None = flag(None, requires="profile")
     """Directory for traces; --tensorboard-dir by default."""
 
     checks = (
@@ -546,9 +544,9 @@ class ReliabilityConfig:
     advances the position in the data."""
     loss_spike_factor: float | None = flag(None, above=1, on_resume="report")
     """Report a step whose loss exceeds this multiple of the median of the last --loss-spike-window steps."""
-    loss_spike_window: int = flag(64, minimum=1, requires="--loss-spike-factor", on_resume="report")
+    loss_spike_window: int = flag(64, minimum=1, requires="loss_spike_factor", on_resume="report")
     """Previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
-    skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor", on_resume="report")
+    skip_loss_spikes: bool = flag(False, requires="loss_spike_factor", on_resume="report")
     """Skip the update of steps that --loss-spike-factor reports."""
 
 

@@ -83,7 +83,7 @@ class MergeOptions(ConversionOptions):
     """Directory of checkpoints."""
     save: Path = flag(output="directory")
     """Directory of checkpoints to write to; the result has the number of the last merged iteration."""
-    iterations: tuple[int, ...] = flag((), minimum=0, excludes=("--last",))
+    iterations: tuple[int, ...] = flag((), minimum=0, excludes=("last",))
     """Iterations of the checkpoints."""
     last: int | None = flag(None, minimum=2)
     """Number of checkpoints, the newest of the directory."""

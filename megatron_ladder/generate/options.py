@@ -41,7 +41,7 @@ class ModelOptions:
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""
     tokenizer_type: TokenizerType | None = None
     """Type of a tokenizer that replaces the one in the model's directory."""
-    tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
+    tokenizer_model: Path | None = flag(None, requires="tokenizer_type")
     """File or directory of the tokenizer; ByteTokenizer has none."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Accepted because some launchers pass it; the environment variable LOCAL_RANK is used instead."""
@@ -56,13 +56,13 @@ class PromptOptions:
     prompt_file: tuple[Path, ...] = flag((), repeats=True)
     """Files of prompts. Each line of a .jsonl, .json, .ndjson, .jsonlines or .jl file is a JSON object with the text
     under "prompt". Any other file is one prompt, without its last line end."""
-    tokens: tuple[str, ...] = flag((), excludes="--chat", repeats=True)
+    tokens: tuple[str, ...] = flag((), excludes="chat", repeats=True)
     """One prompt as token ids, separated by spaces or commas; needs no tokenizer."""
     chat: bool = False
     """Treat each prompt as a message of a user: apply the tokenizer's chat template, and let the model answer."""
-    system: str | None = flag(None, requires="--chat")
+    system: str | None = flag(None, requires="chat")
     """System message of the conversation."""
-    interactive: bool = flag(False, excludes=("--prompt", "--prompt-file", "--tokens", "--json", "--num-samples"))
+    interactive: bool = flag(False, excludes=("prompt", "prompt_file", "tokens", "json", "num_samples"))
     """Continue each line of standard input until it ends; with --chat, as one conversation."""
 
     @property
@@ -104,13 +104,13 @@ class SamplingOptions:
 class OutputOptions:
     """Output. Plain text repeats each prompt before its continuation."""
 
-    json: bool = flag(False, excludes="--stream")
+    json: bool = flag(False, excludes="stream")
     """Print one line of JSON per continuation instead of text."""
     stream: bool = False
     """Print text as it is generated; with several prompts, that of the first unfinished one."""
     logprobs: bool = False
     """With --json or --score, print the log-probability of each token, without penalty and temperature."""
-    score: bool = flag(False, excludes="--interactive")
+    score: bool = flag(False, excludes="interactive")
     """Print the log-likelihood and the perplexity of each prompt instead of continuing it."""
 
 

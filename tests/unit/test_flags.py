@@ -36,9 +36,9 @@ class Example:
     """Fuse."""
     decay: float = flag(0.9, minimum=0, below=1)
     """A decay."""
-    depth: int | None = flag(None, minimum=1, requires="--style cosine")
+    depth: int | None = flag(None, minimum=1, requires="style cosine")
     """A depth."""
-    stream: bool = flag(False, excludes="--bf16")
+    stream: bool = flag(False, excludes="bf16")
     """Stream."""
 
 

@@ -15,7 +15,7 @@ from megatron_ladder.blueprint.model_flags import FLAG_CHECKS, LEARNING_CHECKS, 
 from megatron_ladder.command_line import Settings
 from megatron_ladder.config.megatron_flags import _known_flags, read_megatron_flag
 from megatron_ladder.config.run import SECTIONS, RunConfig
-from megatron_ladder.flags import Flag, section_checks, section_flags
+from megatron_ladder.flags import Flag, flag_name, section_checks, section_flags
 from tests.helpers.runs import run_or_errors
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
@@ -209,7 +209,7 @@ def test_a_flag_without_effect_is_rejected() -> None:
     assert len(cases) > 30
     for one, other in cases:
         found = [line for line in read(words_of(one))[1] if line.startswith(f"{one.name} ")]
-        assert any(f"requires {other}" in line for line in found), (one.name, found)
+        assert any(f"requires {flag_name(other)}" in line for line in found), (one.name, found)
 
 
 def test_every_flag_of_the_trainer_is_read() -> None:

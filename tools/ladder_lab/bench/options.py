@@ -39,7 +39,7 @@ class BenchmarkOptions:
     tp: int = flag(2, minimum=2)
     """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
     `torchrun` did, on one or several hosts."""
-    emulate: bool = flag(False, excludes=("--tp-all-reduce", "--link pipelined"))
+    emulate: bool = flag(False, excludes=("tp_all_reduce", "link pipelined"))
     """Play rank 0 of --tp in one process, on one GPU: a collective is a kernel that takes --comm-sms multiprocessors
     for the time of --alpha, and moves its message through memory. On a CPU, a rehearsal whose times mean nothing."""
     wirings: tuple[str, ...] = flag(("standard", "ladder", "parallel", "ladder-parallel"), choices=VARIANTS)
@@ -52,7 +52,7 @@ class BenchmarkOptions:
     """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
     of the mean sub-block, 1a of the attention; or that of a real interconnect for this number of ranks and size of
     message. On GPUs, requires --emulate."""
-    skew: tuple[str, ...] = flag(("0",), requires="--emulate")
+    skew: tuple[str, ...] = flag(("0",), requires="emulate")
     """Times by which the latest rank prolongs each collective, such as 3us."""
     link: Literal["serial", "pipelined"] = "serial"
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
@@ -61,12 +61,12 @@ class BenchmarkOptions:
     comm_sms: tuple[int, ...] = flag(DEFAULT_SMS, minimum=1, maximum=MOST_SMS)
     """Multiprocessors that a collective of NCCL occupies on a GPU at most; with --emulate, those that it takes, and
     several values are measured one after the other."""
-    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="--device cuda")
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="device cuda")
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
-    compile_sub_blocks: Literal["auto", "true", "false"] = flag("auto", requires="--device cuda")
+    compile_sub_blocks: Literal["auto", "true", "false"] = flag("auto", requires="device cuda")
     """Use torch.compile between matrix products. auto: the default of training, or that of generation (false)."""
-    cuda_graph: bool = flag(True, requires="--device cuda")
+    cuda_graph: bool = flag(True, requires="device cuda")
     """Replay captured training and decode steps. Without them, the host launches every kernel. Training and generation
     on GPUs replay steps by default. A prefill is not captured."""
     batch: int = flag(1, minimum=1)

@@ -41,7 +41,7 @@ class TrainingOptions:
     """Seeds. Trials with the same seed share initial weights and order of data. Further ones can be added later."""
     iterations: int = flag(944, minimum=1)
     """Steps at equal tokens, and of standard at equal time."""
-    tokens_per_parameter: float | None = flag(None, above=0, excludes="--iterations")
+    tokens_per_parameter: float | None = flag(None, above=0, excludes="iterations")
     """Tokens at equal tokens, as a multiple of the parameters that a token uses, so that larger sizes train longer."""
     seq_length: int = flag(128, minimum=1)
     """Tokens of a sample."""
