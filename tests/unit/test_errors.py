@@ -86,7 +86,11 @@ def test_a_missing_package_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("redirected", "body", "code"),
-    [("| head -n 1", "[print('line', flush=True) for _ in range(100000)]", "1"), (">&-", "print('nowhere')", "0")],
+    [
+        ("| head -n 1", "[print('line', flush=True) for _ in range(100000)]", "1"),
+        (">&-", "print('nowhere')", "0"),
+        ("2>&-", "print('somewhere')", "0"),
+    ],
 )
 def test_a_reader_that_has_read_enough_and_a_closed_output_are_no_errors(redirected: str, body: str, code: str) -> None:
     script = f'"$0" -c "$1" {redirected}; echo ${{PIPESTATUS[0]}}'

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_ladder.comm import agreement
+from megatron_ladder.comm import agreement, launch
 from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
@@ -81,6 +81,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(
     )
     with pytest.raises(UserError, match=expected):
         check_device(RankInfo(0, 1, 0))
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=AssertionError("Torch not compiled with CUDA enabled")))
+    with pytest.raises(UserError, match=r"cannot use them \(Torch not compiled with CUDA enabled\)"):
+        check_device(RankInfo(0, 1, 0))
 
 
 def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +150,7 @@ def test_the_address_on_the_route_to_the_first_host(monkeypatch: pytest.MonkeyPa
     ("here", "hosts", "chosen"),
     [
         ("10.0.0.1", ["10.0.0.1", "10.0.0.2"], "fabric"),
+        ("127.0.1.1", ["127.0.1.1", "10.0.0.2"], "fabric"),
         ("127.0.0.1", ["127.0.0.1", "127.0.0.1"], "lo"),
         ("fe80::1", ["fe80::1", "fe80::2"], "fabric"),
     ],
@@ -161,6 +165,7 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     }
     interfaces = {name: [SimpleNamespace(address=one) for one in own] for name, own in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(launch, "_address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     _choose_interface(Host("here", here), [Host("any", one) for one in hosts])
