@@ -92,16 +92,7 @@ class Problem:
     before: str
     after: str
 
-    def __init__(self, fields: Mapping[str, object] | str, reason: str, fix: str = "", /, **texts: object) -> None:
-        if isinstance(fields, str):
-            texts = {"flag": fields, "text": reason}
-            field_name = fields.removeprefix("--").replace("-", "_")
-            reason = "{flag}{text}"
-            if flag_name(field_name) == fields:
-                reason = "{}{text}"
-                fields = {field_name: None}
-            else:
-                fields = {}
+    def __init__(self, fields: Mapping[str, object], reason: str, fix: str = "", /, **texts: object) -> None:
         self.fields = {
             name: None if value is None or isinstance(value, bool) else str(value) for name, value in fields.items()
         }
@@ -143,15 +134,12 @@ class Problem:
         values.clear()
         if self.fix:
             message += ": " + re.sub(r"{(\w*)}", word, self.fix)
-        message = re.sub(
-            r"--(?!help\b)[a-z](?![\w-]*_)[\w-]*", lambda m: vocabulary.name(m[0][2:].replace("-", "_")), message
-        )
         place = vocabulary.places.get(next(iter(self.fields), ""))
         return self.before + message + (f" ({place})" if place else "") + self.after
 
     def about(self, field_name: str) -> "Problem":
         """Return the problem with a field as its subject, if it names none itself."""
-        if self.fields or str(self).startswith("--"):
+        if self.fields:
             return self
         problem = Problem({field_name: None}, "{} " + self.reason, self.fix, **self.texts)
         return problem.noted(self.before, self.after)
@@ -162,7 +150,6 @@ class Problem:
         named = re.findall(r"{(\w+)}", reason)
         others = {name: self.fields.get(name) for name in named if name not in (*known, *self.texts)}
         texts = self.texts | {name: name if value is None else f"{name} {value}" for name, value in others.items()}
-        texts = {name: re.sub(": (give|use) --.*", "", text) for name, text in texts.items()}
         return Problem({name: value for name, value in self.fields.items() if name in known}, reason, **texts)
 
     def noted(self, before: str = "", after: str = "") -> "Problem":

@@ -283,10 +283,11 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
     iterations, end = run.training.train_iters, run.optimizer.lr_decay_iters
     if stored in (None, iterations) or run.optimizer.lr_decay_style == "constant" or end in (None, iterations):
         return None
-    return (
-        f"--train-iters {iterations}, and the checkpoint was trained for {stored}: the decay of the "
-        f"learning rate ends at iteration {end}; --lr-decay-iters with --override-opt-param-scheduler moves it"
+    reason = (
+        f"{{}}, and the checkpoint was trained for {stored}: the decay of the learning rate ends at iteration {end}"
     )
+    fix = "{lr_decay_iters} with {override_opt_param_scheduler} moves it"
+    return str(Problem({"train_iters": iterations}, f"{reason}; {fix}"))
 
 
 def has_another_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
@@ -307,6 +308,6 @@ def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool,
         fix = "give the same data, or {allow_data_change} to read other samples"
         raise UserError(*(Problem({}, "{change}", fix, change=change) for change in changes))
     for change in changes:
-        print_rank_0(f"*** --allow-data-change: {change} ***", rank)
+        print_rank_0(f"*** {flag_name('allow_data_change')}: {change} ***", rank)
     if changes:
         print_rank_0(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", rank)

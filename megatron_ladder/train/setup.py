@@ -98,8 +98,8 @@ def _warn_about_one_queue(run: RunConfig, rank_info: RankInfo, device: torch.dev
         return
     stages = run.parallel.pipeline_model_parallel_size
     uses = {
-        "--sequence-parallel": run.parallel.sequence_parallel,
-        f"--pipeline-model-parallel-size {stages}": stages > 1,
+        flag_name("sequence_parallel"): run.parallel.sequence_parallel,
+        f"{flag_name('pipeline_model_parallel_size')} {stages}": stages > 1,
     }
     flags = " and ".join(flag for flag, is_used in uses.items() if is_used)
     if flags:
@@ -132,7 +132,7 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
     settings = {flag_name(name): value for name, value in inputs.values.items()}
     if run.parallel.deepspeed_config is not None:
         config = read_deepspeed_config(run.parallel.deepspeed_config)
-        settings |= {f"--deepspeed_config: {key}": value for key, value in config.items()}
+        settings |= {f"file for DeepSpeed: {key}": value for key, value in config.items()}
     data = dict(inputs.data)
     if inputs.stream is not None:
         # There may be many sources, so only their checksum is exchanged.
@@ -140,7 +140,7 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
         data["stream"] = inputs.stream.cut() | {"sources_sha256": hashlib.sha256(sources).hexdigest()}
     settings |= {f"data: {name}": value for name, value in data.items()}
     if inputs.teacher is not None:
-        settings |= {f"--distill-from: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
+        settings |= {f"teacher: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
     if run.needs_deepspeed:
         settings["version of deepspeed"] = version("deepspeed")
     training, device = run.training, rank_info.device()
@@ -148,7 +148,7 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
     return settings | {
         # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.
         "implementation of the norm": norm.partition(" (")[0],
-        "--load: newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,
+        "newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,
         "device": device.type,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "version of torch": torch.__version__,

@@ -151,9 +151,9 @@ def test_a_problem_of_the_source_names_its_fields_as_the_source_does() -> None:
 
 
 def test_switches_have_no_value_and_texts_may_hold_braces() -> None:
-    problem = Problem({"tp_overlap": True, "load": "{lr}"}, "{} with {load}: {why}, {no_verify}", why="{save} {}")
-    assert str(problem) == "--tp-overlap with --load {lr}: {save} {}, --no-verify"
-    assert problem.render(Vocabulary(str)) == "tp_overlap with load {lr}: {save} {}, no_verify"
+    problem = Problem({"tp_overlap": True, "load": "{lr}"}, "{} with {load}: {why}, {no_verify}", why="{save} --lr {}")
+    assert str(problem) == "--tp-overlap with --load {lr}: {save} --lr {}, --no-verify"
+    assert problem.render(Vocabulary(str)) == "tp_overlap with load {lr}: {save} --lr {}, no_verify"
 
 
 def test_collected_texts_get_a_field_and_problems_keep_theirs() -> None:
