@@ -95,17 +95,6 @@ def _mpu(mesh: ProcessMesh) -> SimpleNamespace:
     return SimpleNamespace(**functions)
 
 
-class _Stage(nn.Module):
-    """The module that DeepSpeed calls and hooks."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, PassStats]:
-        return self.model.stage(*inputs, **options)
-
-
 class DeepSpeedEngine(Engine):
     """Runs the passes of DeepSpeed's engine, which is `wrapped`."""
 
@@ -121,7 +110,7 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         """`config` is DeepSpeed's."""
         self.wrapped, *_ = deepspeed.initialize(
-            model=_Stage(model), optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
+            model=model, optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
         )
         stage = config["zero_optimization"]["stage"]
         is_offloaded = "offload_optimizer" in config["zero_optimization"]
@@ -139,12 +128,11 @@ class DeepSpeedEngine(Engine):
     def forward(
         self, inputs: StageInputs, *, scales: LossScales | None = None, **options: Any
     ) -> tuple[Tensor, PassStats]:
-        # DeepSpeed averages gradients over the data-parallel ranks. Its engine takes part in training only.
-        module = self.wrapped.module
-        if scales is not None:
-            module = self.wrapped
-            scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
-        result, stats = module(*inputs.tensors, context=inputs.context, scales=scales, **options)
+        if scales is None:
+            return super().forward(inputs, **options)
+        # DeepSpeed averages gradients over the data-parallel ranks.
+        scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
+        result, stats = self.wrapped(*inputs.tensors, context=inputs.context, scales=scales, with_stats=True, **options)
         return result, stats
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:

@@ -127,7 +127,8 @@ class Engine:
 
     def forward(self, inputs: StageInputs, **options: Any) -> tuple[Tensor, PassStats]:
         """See `LanguageModel.stage`."""
-        return self._model.stage(*inputs.tensors, context=inputs.context, **options)
+        result, stats = self._model(*inputs.tensors, context=inputs.context, with_stats=True, **options)
+        return result, stats
 
     def backward(self, end: Tensor | GradientEdge, gradient: Tensor | None) -> None:
         """Run backward from the loss, or from the end of a graph with the gradient of its state."""

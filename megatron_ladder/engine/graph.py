@@ -321,8 +321,13 @@ class CapturedPasses:
             entered.requires_grad_(chunk.entering_gradient is not None)
         with self._capturing(stream, slot.pool, key):
             tensors, context = slot.inputs
-            leaving, stats = self._module.stage(
-                *tensors, context=context, entering=entered, chunk=work.chunk, scales=self._scales
+            leaving, stats = self._module(
+                *tensors,
+                context=context,
+                entering=entered,
+                chunk=work.chunk,
+                scales=self._scales,
+                with_stats=True,
             )
             self._stats.add(stats)
             if chunk.leaving is None:

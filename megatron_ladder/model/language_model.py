@@ -151,10 +151,10 @@ class LanguageModel(nn.Module):
         normed = self.final_norm(hidden_states)
         return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Return the first result of `stage`, with its arguments."""
-        result, _ = self.stage(*inputs, **options)
-        return result
+    def forward(self, *inputs: Any, with_stats: bool = False, **options: Any) -> Tensor | tuple[Tensor, PassStats]:
+        """Return what `stage` returns, by default without what the pass counts; training calls it for users' hooks."""
+        result, stats = self.stage(*inputs, **options)
+        return (result, stats) if with_stats else result
 
     def stage(
         self,
