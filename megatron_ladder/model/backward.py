@@ -411,8 +411,8 @@ class BackwardWalk:
         if crosses:
             input_gradient.launch = leave_unreduced
         # Every rank has computed the losses.
-        of_losses = [self._losses[name] / step.group.size for name in graphs.losses]
-        run_backward((graphs.partial, *graphs.losses.values()), (gradient, *of_losses))
+        grad_losses = [self._losses[name] / step.group.size for name in graphs.losses]
+        run_backward((graphs.partial, *graphs.losses.values()), (gradient, *grad_losses))
         if input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum, or nothing needs it.
             return

@@ -206,5 +206,5 @@ class AttentionMLP(Body):
         """See `Body`."""
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = projected.tensor_split((self.attention_width,), dim=-1)
-        of_attention = self.o_proj(self.heads(heads, context))
-        return BodyOutput(of_attention + self.down_proj(self.operations.swiglu(gate_up)))
+        attention_partial = self.o_proj(self.heads(heads, context))
+        return BodyOutput(attention_partial + self.down_proj(self.operations.swiglu(gate_up)))

@@ -20,7 +20,7 @@ for each part. There is no sequence parallelism, and no experts.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,16 +57,9 @@ class LaneNorm(RMSNorm):
     def __init__(self, build: BuildContext, tensor: TensorSpec) -> None:
         super().__init__(build, tensor, own_input=True)
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        output: Tensor | None = None,
-        stand_in: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """See `RMSNorm.forward`; lane by lane, so that autograd adds the lanes' gradients of the weight in order."""
-        assert output is None, "lanes add other outputs"
-        normed = [RMSNorm.forward(self, lane, weight, None, stand_in) for lane in reversed(x.unbind())]
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """See `RMSNorm.forward`; the last lane first, so that autograd adds gradients of the weight from lane 0 on."""
+        normed: list[Any] = [RMSNorm.forward(self, lane, *args, **options) for lane in reversed(x.unbind())]
         return _stack(normed[::-1])
 
 
@@ -111,7 +104,7 @@ def _collect(input_gradient: InputGradient, grads: list[Tensor | None], lane: in
     return leave_unreduced(grad_x)
 
 
-def _stack(lanes: list[Any]) -> Tensor:
+def _stack(lanes: list[Tensor]) -> Tensor:
     return torch.stack(lanes) if len(lanes) > 1 else lanes[0].unsqueeze(0)
 
 

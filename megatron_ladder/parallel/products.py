@@ -128,19 +128,19 @@ class _Product(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved_input = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_x: Tensor | None = None
-        of_weight: Tensor | None = None
+        grad_x: Tensor | None = None
+        grad_weight: Tensor | None = None
         if needs_x:
-            of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+            grad_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
         if needs_x and ctx.input_gradient is not None:
-            ctx.input_gradient.add(of_x)
-            of_x = None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+            ctx.input_gradient.add(grad_x)
+            grad_x = None
+        grad_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
         if needs_weight:
             x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
             a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
-            of_weight = (a @ b).to(weight.dtype) if ctx.add is None else ctx.add(a, b)
-        return of_x, of_weight, of_bias, None, None, None
+            grad_weight = (a @ b).to(weight.dtype) if ctx.add is None else ctx.add(a, b)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def linear(
@@ -367,32 +367,34 @@ class _Experts(Function):
         if saved_rows < len(sorted_rows.order):
             rest = _multiply_inputs(sorted_inputs()[saved_rows:], gate, up, sorted_rows.after(saved_rows))
             gate_up = torch.cat([saved_gate_up, rest])
-        of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
+        grad_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
-        of_gate_up, of_down, of_row_weights = _differentiate(
-            of_rows, gate_up, down, row_weights, sorted_rows, swiglu, ctx.needs_input_grad[3]
+        grad_gate_up, grad_down, grad_row_weights = _differentiate(
+            grad_rows, gate_up, down, row_weights, sorted_rows, swiglu, ctx.needs_input_grad[3]
         )
-        of_weights = of_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
-        del of_rows, gate_up
-        of_gate, of_up = (part.contiguous() for part in of_gate_up.chunk(2, dim=-1))
-        del of_gate_up
+        grad_weights = grad_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
+        del grad_rows, gate_up
+        grad_gate, grad_up = (part.contiguous() for part in grad_gate_up.chunk(2, dim=-1))
+        del grad_gate_up
         needs_x, *need_inputs = ctx.needs_input_grad[:3]
-        of_x: Tensor | None = None
+        grad_x: Tensor | None = None
         if needs_x:
-            of_x = sorted_rows.sum_by_token(_multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows))
+            grad_x = sorted_rows.sum_by_token(
+                _multiply(grad_gate, gate, sorted_rows) + _multiply(grad_up, up, sorted_rows)
+            )
         if needs_x and input_gradient is not None:
-            input_gradient.add(of_x)
-            of_x = None
+            input_gradient.add(grad_x)
+            grad_x = None
         rows = sorted_inputs() if any(need_inputs) else None
-        of_inputs = [
+        grad_inputs = [
             _multiply_outer(part, rows, sorted_rows) if is_needed and rows is not None else None
-            for part, is_needed in zip((of_gate, of_up), need_inputs, strict=True)
+            for part, is_needed in zip((grad_gate, grad_up), need_inputs, strict=True)
         ]
-        return (of_x, *of_inputs, of_down, of_weights, None)
+        return (grad_x, *grad_inputs, grad_down, grad_weights, None)
 
 
 def _differentiate(
-    of_rows: Tensor,
+    grad_rows: Tensor,
     gate_up: Tensor,
     down: Tensor,
     row_weights: Tensor,
@@ -402,17 +404,17 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of gate_up [n k, 2 f], down [E, h, f] and the weights of sorted rows [n k].
 
-    `of_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
+    `grad_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
     """
     with torch.enable_grad():
         leaf = gate_up.detach().requires_grad_()
         inner = swiglu(leaf)
     row_weights = row_weights.to(inner.dtype)
-    of_weighted = _multiply(of_rows, down, sorted_rows)
-    of_down = _multiply_outer(of_rows, inner.detach() * row_weights, sorted_rows) if down_trains else None
-    of_row_weights = (of_weighted * inner.detach()).sum(-1)
-    (of_gate_up,) = torch.autograd.grad(inner, leaf, of_weighted.mul_(row_weights))
-    return of_gate_up, of_down, of_row_weights
+    grad_weighted = _multiply(grad_rows, down, sorted_rows)
+    grad_down = _multiply_outer(grad_rows, inner.detach() * row_weights, sorted_rows) if down_trains else None
+    grad_row_weights = (grad_weighted * inner.detach()).sum(-1)
+    (grad_gate_up,) = torch.autograd.grad(inner, leaf, grad_weighted.mul_(row_weights))
+    return grad_gate_up, grad_down, grad_row_weights
 
 
 def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows) -> Tensor:

@@ -163,13 +163,15 @@ def _softmax_of_words(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, T
     return softmax, wide.amax(-1), softmax.amax(-1).reciprocal_(), wide.gather(-1, target).squeeze(-1)
 
 
-def _gradient_of_words(softmax: Tensor, share: Tensor, of_softmax: Tensor, target: Tensor, of_target: Tensor) -> Tensor:
+def _gradient_of_words(
+    softmax: Tensor, share: Tensor, grad_softmax: Tensor, target: Tensor, grad_target: Tensor
+) -> Tensor:
     """Return the gradient of the logits of this rank's words, which have a share [n] of the probability of all words.
 
     The gradients of the logarithm of the softmax's sum and of the target's logit are [n]. Overwrites the softmax.
     """
-    result = softmax.mul_(share.unsqueeze(-1)).mul_(of_softmax.unsqueeze(-1))
-    return result.scatter_add_(-1, target, of_target.unsqueeze(-1))
+    result = softmax.mul_(share.unsqueeze(-1)).mul_(grad_softmax.unsqueeze(-1))
+    return result.scatter_add_(-1, target, grad_target.unsqueeze(-1))
 
 
 class _Chunk:
@@ -212,12 +214,14 @@ class _Chunk:
         log_total = total.log_()
         return log_total - (targets.sum(0) - maximum), log_total + maximum
 
-    def gradient(self, weights: Tensor, of_softmax: Tensor, of_distance: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def gradient(
+        self, weights: Tensor, grad_softmax: Tensor, grad_distance: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         """Return the logits' gradient for a gradient of each loss, of loss and log normaliser together, and of KL."""
-        of_target = weights.masked_fill(self._elsewhere, 0.0).neg_()
-        result = _gradient_of_words(self._softmax, self._share, of_softmax, self._target, of_target)
-        if self.distance is not None and of_distance is not None:
-            result.add_(self.distance.gradient(of_distance))
+        grad_target = weights.masked_fill(self._elsewhere, 0.0).neg_()
+        result = _gradient_of_words(self._softmax, self._share, grad_softmax, self._target, grad_target)
+        if self.distance is not None and grad_distance is not None:
+            result.add_(self.distance.gradient(grad_distance))
         return (result if self._slope is None else result.mul_(self._slope)).to(dtype)
 
 
@@ -279,8 +283,8 @@ class _ChunkedLoss(Function):
         losses, normalizers = torch.empty(2, *shape, dtype=wide, device=x.device)
         weights = torch.ones_like(losses) if targets.weights is None else targets.weights.to(wide).contiguous()
         weights = weights.masked_fill(targets.labels == IGNORED, 0.0)
-        for_input = torch.empty_like(inputs) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        grad_input = torch.empty_like(inputs) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         soft = targets.soft
         divergences = None if soft is None else torch.empty_like(losses)
         teacher_inputs = None if soft is None else soft.head.layout.enter(soft.hidden_states).flatten(0, 1)
@@ -291,10 +295,10 @@ class _ChunkedLoss(Function):
             return soft.head.masked_logits(teacher_inputs[rows], soft.head.weight)
 
         def multiply(gradient: Tensor, rows: slice) -> None:
-            if for_input is not None:
-                torch.mm(gradient, weight, out=for_input[rows])
-            if for_weight is not None:
-                add_product(for_weight, gradient.t(), inputs[rows])
+            if grad_input is not None:
+                torch.mm(gradient, weight, out=grad_input[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, gradient.t(), inputs[rows])
 
         temperature = 1.0 if soft is None else soft.temperature
         ready: tuple[Tensor, slice] | None = None
@@ -314,7 +318,7 @@ class _ChunkedLoss(Function):
         if ready is not None:
             multiply(*ready)
         ctx.shape, ctx.dtype = x.shape, weight.dtype
-        ctx.save_for_backward(for_input, for_weight)
+        ctx.save_for_backward(grad_input, grad_weight)
         found = [(losses * weights).sum()]
         if targets.z_loss_coeff:
             found.append(targets.z_loss_coeff * (normalizers.square() * weights).sum())
@@ -324,21 +328,21 @@ class _ChunkedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        for_input, for_weight = ctx.saved_tensors
+        grad_input, grad_weight = ctx.saved_tensors
         # In place, so a second backward of one graph is an error of autograd.
-        if for_input is not None:
-            for_input = for_input.mul_(gradient[0]).view(ctx.shape)
-        if for_weight is not None:
-            for_weight = for_weight.mul_(gradient[0]).to(ctx.dtype)
-        return for_input, for_weight, None, None, None
+        if grad_input is not None:
+            grad_input = grad_input.mul_(gradient[0]).view(ctx.shape)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(gradient[0]).to(ctx.dtype)
+        return grad_input, grad_weight, None, None, None
 
 
 def _slopes(targets: Targets, weights: Tensor, normalizers: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the arguments of `_Chunk.gradient` for tokens with these weights and log normalisers, [n] each."""
     soft, share = targets.soft, 1.0
-    of_loss, of_distance = weights, None
+    grad_loss, grad_distance = weights, None
     if soft is not None:
         share = 1 - soft.weight
-        of_loss, of_distance = share * weights, soft.weight * soft.temperature**2 * weights
-    of_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else of_loss
-    return of_loss, of_softmax, of_distance
+        grad_loss, grad_distance = share * weights, soft.weight * soft.temperature**2 * weights
+    grad_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else grad_loss
+    return grad_loss, grad_softmax, grad_distance
