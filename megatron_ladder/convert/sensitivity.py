@@ -18,8 +18,8 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words
-from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
-from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_sensitivity
+from megatron_ladder.convert.options import MeasuredOptions, SensitivityOptions
+from megatron_ladder.convert.wiring import Price, Sensitivity, late_model, write_sensitivity
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
@@ -45,7 +45,7 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     rank_info = read_rank_info()
     model = ModelOptions(options.load, options.tensor_model_parallel_size, options.dtype)
     stored = open_model(options.load, None, None, "load")
-    target = _late_model(stored.config, options)
+    target = late_model(stored.config, options)
     check_hardware(rank_info, model, stored.config)
     batches = read_batches(options, stored)
     with naming_lost_peers():
@@ -56,27 +56,6 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     if rank_info.rank == 0:
         write_sensitivity(options.output, sensitivity)
         print(_report(sensitivity), flush=True)
-
-
-def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
-    """Return the model with all layers late. Raises UserError if the wiring needs other tensors."""
-    if model.lanes:
-        reason = f"{{load}}: a model of {model.lanes} lanes with own partials"
-        raise UserError(Problem({"load": options.load}, reason, "measure the standard model that it was made from"))
-    if model.wiring.stream == "per rank":
-        reason = f"{{load}}: a {model.residual_mode} model, whose norms differ from rank to rank, so its wiring cannot "
-        raise UserError(Problem({"load": options.load}, reason + "change", "measure another model"))
-    default = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
-    if model.wiring.late:
-        default = model.residual_mode
-    every = ReshapeOptions(
-        load=options.load,
-        save=options.output,
-        residual_mode=options.residual_mode or default,
-        ladder_layers="all",
-        residual_staleness=options.residual_staleness or model.residual_staleness,
-    )
-    return rewired(model, every)[0]
 
 
 def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBatch]:

@@ -14,7 +14,7 @@ import msgspec
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.model_flags import parse_layers
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS, layers_text
-from megatron_ladder.convert.options import CheckpointOptions
+from megatron_ladder.convert.options import CheckpointOptions, ReshapeOptions, SensitivityOptions
 from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import section_flags
@@ -164,6 +164,27 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]
+
+
+def late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
+    """Return the model with all layers late, to measure each. Raises UserError if the wiring needs other tensors."""
+    if model.lanes:
+        reason = f"{{load}}: a model of {model.lanes} lanes with own partials"
+        raise UserError(Problem({"load": options.load}, reason, "measure the standard model that it was made from"))
+    if model.wiring.stream == "per rank":
+        reason = f"{{load}}: a {model.residual_mode} model, whose norms differ from rank to rank, so its wiring cannot "
+        raise UserError(Problem({"load": options.load}, reason + "change", "measure another model"))
+    default = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
+    if model.wiring.late:
+        default = model.residual_mode
+    every = ReshapeOptions(
+        load=options.load,
+        save=options.output,
+        residual_mode=options.residual_mode or default,
+        ladder_layers="all",
+        residual_staleness=options.residual_staleness or model.residual_staleness,
+    )
+    return rewired(model, every)[0]
 
 
 def _about_source(problem: Problem) -> Problem:
