@@ -110,7 +110,7 @@ def observe(argv: list[str]) -> Observed:
         reductions.clear()
         (batch,) = own_batches(trainer, batches)
         with Uses(trainer.model) as uses:
-            loss, _ = engine(*batch)
+            loss = engine(*batch)
             after_forward = uses.still_held()
             uses.backward = True
             engine.backward(loss)
