@@ -135,7 +135,7 @@ def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
     for file, more, message in (
         ("out.json", ("--residual-staleness", 1), "--residual-staleness 2, not 1"),
         ("absent", (), "No such file"),
-        ("other", (), "not a file of convert_checkpoint.py sensitivity"),
+        ("other", (), "not a file of `convert_checkpoint.py sensitivity`"),
         ("text", (), "residual_staleness"),
     ):
         (error,) = errors_of(convert, *words, f"best:2@{tmp_path / file}", *more)
