@@ -19,7 +19,7 @@ from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.engine.state import sum_partial_gradients
+from megatron_ladder.engine.state import GROUP_MOMENTS, sum_partial_gradients
 from megatron_ladder.model.backward import ForwardRecord
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.norm import RMSNorm
@@ -53,7 +53,10 @@ class Rank:
         experts = ExpertOptions(balancing=1e-2, z_loss=1e-3)
         self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3, experts=experts)
         weights = [*self.model.parameters()]
-        groups = [{"params": [one for one in weights if (one.dim() > 1) is is_matrix]} for is_matrix in (True, False)]
+        groups = [
+            {"params": [one for one in weights if (one.dim() > 1) is is_matrix], GROUP_MOMENTS: ()}
+            for is_matrix in (True, False)
+        ]
         self.optimizer = ShardedOptimizer(self.model, groups, mesh, torch.float32, BUCKET_NUMBERS)
         self.optimizer.base = torch.optim.SGD(self.optimizer.groups, lr=1e-3, foreach=False)
         ids = torch.randint(0, config.vocab_size, (2, 13))
@@ -134,8 +137,8 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     pipeline.rank = STAGE
     mesh = replace(ProcessMesh.single(), tensor=tensor, pipeline=pipeline)
     model = LanguageModel(replace(config_of(wiring), num_layers=6), mesh, chunks=CHUNKS, seed=1)
-    group = {"params": [*model.parameters()]}
-    optimizer = ShardedOptimizer(model, [group, {"params": []}], mesh, torch.float32, BUCKET_NUMBERS)
+    group = {"params": [*model.parameters()], GROUP_MOMENTS: ()}
+    optimizer = ShardedOptimizer(model, [group, {"params": [], GROUP_MOMENTS: ()}], mesh, torch.float32, BUCKET_NUMBERS)
     optimizer.base = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
     engine = Engine(model, optimizer, mesh, torch.device("cpu"))
     engine.passes = CapturedPasses(model, optimizer, CommGroup.alone(), measures=False)
