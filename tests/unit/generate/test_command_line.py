@@ -47,12 +47,12 @@ def test_all_errors_of_a_command_line_are_reported() -> None:
         "--promt is not a flag of this program: did you mean --prompt?",
         "--model is required",
         "--tp 0: ",
-        "--tokenizer-model x requires --tokenizer-type",
         "--max-new-tokens 0: ",
         "--temperature -1.0: ",
         "--top-k -1: ",
         "--top-p 0.0: ",
         "--seed -1: ",
+        "--tokenizer-model x requires --tokenizer-type",
         "--json and --stream exclude each other",
     ]
     assert len(errors) == len(beginnings), errors
