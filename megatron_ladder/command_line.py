@@ -103,15 +103,14 @@ class Settings:
         """Return both settings as one, in which these values replace those of the lower ones, with their problems."""
         decided = {*self.given, *self.faulty}
         places = {name: place for name, place in lower.words.places.items() if name.removeprefix("no_") not in decided}
+        spellings = {name: self.words.spell(keyword_name(word)) for name, word in lower.words.spellings.items()}
         return Settings(
             tuple(dict.fromkeys((*lower.flags, *self.flags))),
             lower.given | self.given,
             faulty=(lower.faulty - decided) | self.faulty,
             problems=[*(problem for problem in lower.problems if not decided & problem.fields.keys()), *self.problems],
             warnings=[*lower.warnings, *self.warnings],
-            words=Vocabulary(
-                self.words.spell, lower.words.spellings | self.words.spellings, places | self.words.places
-            ),
+            words=Vocabulary(self.words.spell, spellings | self.words.spellings, places | self.words.places),
         )
 
     def _replace(self, one: Flag, text: str, spelling: str) -> None:

@@ -64,6 +64,13 @@ class Vocabulary:
             raise UserError(*(problem.render(self) for problem in error.problems)) from None
 
 
+def _shown(value: object) -> str | None:
+    """Return a value as users write it; None for switches, which have none, and for no value."""
+    if value is None or isinstance(value, bool):
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 @dataclass(init=False)
 class Problem:
     """One error that the user can fix, as data: the fields that it is about, and templates that name them in braces.
@@ -93,9 +100,7 @@ class Problem:
     after: str
 
     def __init__(self, fields: Mapping[str, object], reason: str, fix: str = "", /, **texts: object) -> None:
-        self.fields = {
-            name: None if value is None or isinstance(value, bool) else str(value) for name, value in fields.items()
-        }
+        self.fields = {name: _shown(value) for name, value in fields.items()}
         self.reason = reason
         self.fix = fix
         self.texts = {name: str(text) for name, text in texts.items()}

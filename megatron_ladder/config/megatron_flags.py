@@ -5,6 +5,7 @@ accepted. Any other flag is rejected, with what to use instead or the reason. No
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -422,12 +423,13 @@ def read_megatron_flag(name: str, values: Sequence[str], settings: Settings, pre
         allowed = None
     else:
         return False
+    fix = re.sub(r"--[a-z][a-z\d-]*(?!\w)", lambda match: f"{{{keyword_name(match[0])}}}", reason)
     if allowed is None:
-        settings.problems.append(Problem({field_name: None}, "{} is not supported", reason))
+        settings.problems.append(Problem({field_name: None}, "{} is not supported", fix))
     elif not allowed and values:
         settings.problems.append(Problem(found, "{}: expected no value, or true in a file"))
     elif allowed and (len(values) != 1 or not _matches(values[0], allowed)):
-        settings.problems.append(Problem(found, f"{{}}: only {' or '.join(allowed)} is supported", reason))
+        settings.problems.append(Problem(found, f"{{}}: only {' or '.join(allowed)} is supported", fix))
     else:
         settings.accept(field_name, _REQUIRED.get(flag, ()), _EXCLUDED.get(flag, ()))
     return True

@@ -515,7 +515,7 @@ class ProfileConfig:
             lambda profile, profile_ranks, world_size: (
                 profile and not (profile_ranks and max(profile_ranks) < world_size)
             ),
-            "{profile_ranks}: expected ranks below the number of the {world_size!v} launched processes",
+            "{profile_ranks}: expected ranks below {world_size!v}, the number of launched processes",
         ),
         rule(
             lambda profile, profile_dir, tensorboard_dir: profile and profile_dir is None and tensorboard_dir is None,
