@@ -86,8 +86,8 @@ class Evaluator:
             vocab_size = self.stored.config.vocab_size
             requests = cut_requests([texts[number] for number in order], vocab_size, self.max_length)
         except ValueError as error:
-            fix = "leave this task out, or use the model's own tokenizer, or a model with more positions"
-            raise UserError(f"{error}; {fix}") from None
+            fix = "leave this task out, or use the model's own {tokenizer_model}, or a model with more positions"
+            raise UserError(Problem({}, f"{{error}}; {fix}", error=error)) from None
         cut = dict(zip(order, requests, strict=True))
         scores = [Score((), True)] * len(texts)
         # Long texts first, so that a lack of memory shows early. Texts of similar lengths need little padding.
@@ -102,9 +102,8 @@ class Evaluator:
         """Continue prompts; no result depends on the other requests."""
         largest = max((token for request in requests for token in request.prompt_ids), default=0)
         if largest >= (size := self.stored.config.vocab_size):
-            raise UserError(
-                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own tokenizer"
-            )
+            reason = f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own "
+            raise UserError(Problem({}, reason + "{tokenizer_model}"))
         found: dict[int, Generation] = {}
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))
         for numbers in self._batches("generating", order):

@@ -267,7 +267,7 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     assert_impossible("no memory")
     others[str] = "b"
     assert_impossible("found 2 machines")
-    others |= {str: "a", list: ["GPU 1 cannot read"]}
+    others |= {str: "a", list: [Problem.of("GPU 1 cannot read")]}
     assert_impossible("GPU 1 cannot read")
     assert fake.rendezvous == [], "the other rank does not join this collective"
     others[list] = []

@@ -122,7 +122,7 @@ def training_flag_errors(words: Sequence[str]) -> list[Problem]:
     # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
     settings = read_run(words)
     problem = "a study sets this flag for each trial: remove it, see --help"
-    set_twice = [name for name in _STUDY_FIELDS if name in {*settings.given, *settings.faulty}]
+    set_twice = [name for name in _STUDY_FIELDS if name in {*settings.given, *settings.texts}]
     errors.add(*(Problem({name: None}, "{} after --", problem) for name in set_twice))
     return errors.problems
 
