@@ -60,8 +60,9 @@ def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp
     for argv in (whole, half, rest):
         first, other = pool.run(pretrain, argv, tmp_path, free_port())
         looks = [line for line in other if not line.startswith("open ")]
-        # Once a host, that --save can be written to; whether it is that of rank 0; and the end of a background save.
-        expected = ["stat", "stat", "stat"] + ["replace"] * ("--async-save" in argv)
+        # Once a host, that --save can be written to; whether the tokenizer has a file of another format; whether --save
+        # is that of rank 0; and the end of a background save.
+        expected = ["stat", "stat", "stat", "stat"] + ["replace"] * ("--async-save" in argv)
         assert [line.split()[0] for line in looks] == expected, looks
         assert len(first) > 60
         counts.append(len(other))

@@ -61,7 +61,7 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert "wiring: ladder in layers 16-31 (of 32)" in done.stdout
     assert "--greedy-layers 16 " in measuring and str(source) in measuring
     assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
-    assert not parse_run(words).given & {field.name for field in fields(ModelFlags)}
+    assert not parse_run(words).given.keys() & {field.name for field in fields(ModelFlags)}
     model = open_hf_directory(source).model
     run = resolve_run(parse_run([*words, *model.to_words()]), model.vocab_size, 8)
     assert run.model == model

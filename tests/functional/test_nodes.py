@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.config.run import SECTIONS
+from megatron_ladder.config.run import parse_run
 from tests.helpers.commands import (
     REPOSITORY_ROOT,
     Command,
@@ -223,4 +222,4 @@ def test_a_kubernetes_job_starts_every_node(stubs: Stubs) -> None:
         assert passed[passed.index("--master_addr") + 1] == hosts[0]
         assert passed[passed.index("--node_rank") + 1] == str(index)
         assert passed[passed.index("hostfile:") + 1 :][: len(hosts)] == [f"{host} slots={gpus}" for host in hosts]
-        parse_command_line(SECTIONS, passed[passed.index("pretrain_ladder.py") + 1 : passed.index("hostfile:")], "", "")
+        parse_run(passed[passed.index("pretrain_ladder.py") + 1 : passed.index("hostfile:")])

@@ -29,7 +29,7 @@ def test_complete_directories(tmp_path: Path) -> None:
             in all layers
             exp_avg_sq: 30 tensors in 122 boxes, float32
             optimizer: adamw""",
-        "ours": "continue with pretrain_ladder.py --load DIR --finetune",
+        "ours": "continue with `pretrain_ladder.py --load DIR --finetune`",
         "experts": "experts: 6 of width 10, 2 a token, in 3 layers, with a shared",
     }
     for name, words in expected.items():
