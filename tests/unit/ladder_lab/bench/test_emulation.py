@@ -38,7 +38,7 @@ from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine import graph
 from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
+from megatron_ladder.engine.optimizer import Updates, build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel, LossScales
@@ -232,7 +232,7 @@ def test_captured_steps_exchange_gradients_and_weights(wiring: str, monkeypatch:
     model = LanguageModel(VARIANTS[wiring].wiring.of(find_size(SIZE), RANKS), mesh, StackOptions(), seed=1)
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0)
     sharded = ShardedOptimizer(model, parameter_groups(model, settings), mesh, torch.float32, 20_000)
-    sharded.base, _ = build_optimizer(sharded.groups, settings, CPU)
+    sharded.base, _ = build_optimizer(sharded.groups, settings, Updates(CPU))
     engine = Engine(model, sharded, mesh, CPU)
     passes = engine.passes = CapturedPasses(model, sharded, CommGroup.alone(), measures=False)
     ids = torch.arange(BATCH * (SEQUENCE + 1)).view(BATCH, -1)
