@@ -85,15 +85,15 @@ def test_sub_blocks_are_compiled_on_cuda_where_that_works(monkeypatch: pytest.Mo
         select_operations("apex", "auto", cuda)
 
     def problem(device: torch.device) -> str:
-        (message,) = errors_of(require_compiler, "--flag", device)
+        (message,) = errors_of(require_compiler, "flag", device)
         assert message.startswith("--flag: ") and message.endswith(", or leave --flag out")
         return message.removeprefix("--flag: ").removesuffix(", or leave --flag out")
 
     programs -= {"gcc"}
-    require_compiler("--flag", cpu)
+    require_compiler("flag", cpu)
     assert problem(cuda) == "no C compiler was found (gcc, clang or $CC): install one"
     assert select_operations("torch", "auto", cuda)[1] == f"torch (not compiled: {problem(cuda)})"
     monkeypatch.setenv("CC", "g++")
-    require_compiler("--flag", cuda)
+    require_compiler("flag", cuda)
     (tmp_path / "Python.h").unlink()
     assert problem(cuda) == problem(cpu) and problem(cpu).startswith(f"{tmp_path}/Python.h is missing: install ")
