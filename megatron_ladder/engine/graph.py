@@ -27,8 +27,9 @@ The slots of a chunk of which k = 3 micro-batches of m = 8 are in flight, where 
 This is safe, because the activations of a micro-batch are all that a graph leaves in its pool, and no other graph of
 the slot runs until the backward graph of the pair has read them. States and gradients are copied to buffers outside.
 With one pool for all slots, a forward graph could write an intermediate result over activations that another slot still
-needs, because that memory was free when the first graph was captured. The price: activations need as much memory as in
-passes without graphs, but intermediate results need theirs once per slot.
+needs, because that memory was free when the first graph was captured. The price: intermediate results need their
+memory once per slot, and with several chunks, which have their most micro-batches in flight at different times,
+activations need up to half as much again as in passes without graphs.
 
 **Reduces.** All work of a graph ends with it, so the reduces that a last backward graph starts run under the backward
 of its chunk only. Another graph reduces tied embeddings after the last pass: their two stages wait for each other, and
