@@ -67,6 +67,6 @@ def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp
         assert len(first) > 60
         counts.append(len(other))
     # The start, two saves of which one is in the background; the start and a save; the start, a load and a save.
-    assert all(count <= most for count, most in zip(counts, (20, 15, 20), strict=True)), counts
+    assert all(count <= most for count, most in zip(counts, (21, 16, 20), strict=True)), counts
     for path in sorted((tmp_path / "a" / "iter_0000004").glob("*.safetensors")):
         assert path.read_bytes() == (tmp_path / "b" / "iter_0000004" / path.name).read_bytes(), path
