@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ladder.blueprint.tensors import Role
+from megatron_ladder.errors import Problem, UserError, expected_one_of
 
 _TWO_MOMENTS = dict.fromkeys(set(Role) - {Role.STATE}, ("exp_avg", "exp_avg_sq"))
 
@@ -52,5 +53,9 @@ else:
 
 
 def optimizer_kind(name: str) -> OptimizerKind:
-    """Return the optimizer with a name or an alias; AdamW for an unknown name."""
-    return next((kind for kind in OPTIMIZERS if name in (kind.name, *kind.aliases)), OPTIMIZERS[0])
+    """Return the optimizer with a name or an alias; raise UserError if there is none."""
+    for kind in OPTIMIZERS:
+        if name in (kind.name, *kind.aliases):
+            return kind
+    expected = expected_one_of(name, [kind.name for kind in OPTIMIZERS])
+    raise UserError(Problem({"optimizer": name}, "{}: {expected}", expected=expected))

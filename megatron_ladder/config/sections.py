@@ -11,8 +11,14 @@ from megatron_ladder.errors import Problem, counted
 from megatron_ladder.flags import Check, flag, rule
 from megatron_ladder.tokenizers.kinds import TokenizerType
 
-_ONE_STREAM = "{sequence_parallel} shards one stream that all ranks read, but with OTHER each rank reads another one"
 _LAUNCH = "launch a multiple of it, as in `deepspeed --num_gpus N`"
+
+
+def _streams_differ(cause: str) -> str:
+    """Return why a stream cannot be sharded, with the field that makes ranks read different streams."""
+    return (
+        f"{{sequence_parallel}} shards one stream that all ranks read, but with {{{cause}}} each rank reads another one"
+    )
 
 
 def _decay_checks(end: str, is_end: Callable[[int | None], bool]) -> tuple[Check, ...]:
@@ -292,12 +298,12 @@ class ParallelConfig:
             lambda sequence_parallel, residual_mode, lanes: (
                 sequence_parallel and not lanes and WIRINGS[residual_mode].stream == "per rank"
             ),
-            _ONE_STREAM.replace("OTHER", "{residual_mode}"),
+            _streams_differ("residual_mode"),
             "leave one out",
         ),
         rule(
             lambda sequence_parallel, lanes: sequence_parallel and lanes,
-            _ONE_STREAM.replace("OTHER", "{lanes}"),
+            _streams_differ("lanes"),
             "leave one out",
         ),
         rule(
