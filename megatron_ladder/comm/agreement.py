@@ -162,7 +162,7 @@ class Peers:
         with contextlib.suppress(dist.DistStoreError):
             if not problems:
                 self.unless_ended(partial(store.wait, [SETTINGS], timeout), "the settings of rank 0", timeout)
-                problems = list(map(Problem.of, _differences(settings, json.loads(store.get(SETTINGS)))))
+                problems = [*_differences(settings, json.loads(store.get(SETTINGS)))]
             store.set(keys[rank], json.dumps([host, list(map(vars, problems))]))
             self.unless_ended(partial(store.wait, keys, timeout), "other ranks", timeout)
         arrivals = [f"{ARRIVED}/{number}" for number in range(world_size)]
@@ -263,12 +263,13 @@ def _group_ranks(items: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
     return grouped
 
 
-def _differences(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line per setting that differs from that of rank 0; nothing if rank 0 has errors, and so no settings."""
+def _differences(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem per setting that differs from that of rank 0; none if rank 0 has errors, and so no settings."""
     for label in dict.fromkeys([*expected, *settings]) if expected else ():
         ours, theirs = (json.dumps(values.get(label), sort_keys=True) for values in (settings, expected))
         if ours != theirs:
-            yield f"{label} differs: {ours}, and {theirs} on rank 0: start all processes with the same settings"
+            reason = f"{label} differs: {{ours}}, and {{theirs}} on rank 0"
+            yield Problem({}, reason, "start all processes with the same settings", ours=ours, theirs=theirs)
 
 
 def raise_on_all_ranks(group: CommGroup, problems: Sequence[Problem]) -> None:

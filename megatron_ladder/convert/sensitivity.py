@@ -24,7 +24,6 @@ from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_b
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, Problem, UserError
-from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
@@ -122,11 +121,10 @@ def _report_unused_ends(options: MeasuredOptions, stored: StoredModel, dataset: 
     if stored.data_flags or sidecar is None or any(getattr(options, name) is not None for name in _CUTS):
         return
     if sidecar.append_eod or sidecar.conversations:
-        print_rank_0(
-            f"*** {stored.directory} does not record its training: tokens of {dataset.prefix} read earlier documents; "
-            f"if they did not in training, give {' '.join(map(flag_name, _CUTS))} ***",
-            read_rank_info().rank,
-        )
+        reason = "{model} does not record its training: tokens of {prefix} read earlier documents; if they did not in "
+        reason += f"training, give {' '.join(f'{{{name}}}' for name in _CUTS)}"
+        note = Problem({}, reason, model=stored.directory, prefix=dataset.prefix)
+        print_rank_0(f"*** {note} ***", read_rank_info().rank)
 
 
 def _counted(batch: MicroBatch) -> Tensor:

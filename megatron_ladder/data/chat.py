@@ -21,7 +21,7 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.reading.protocol import Record
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -57,9 +57,9 @@ class ConversationEncoder:
         """
         for role in (message["role"] for message in messages):
             if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
-                known = f"is none of {', '.join(_ROLES)}, and not in the template"
-                fix = f"rename it, or pass a {flag_name('chat_template')} that names it"
-                raise ChatTemplateError(f"the role {role!r} {known}: {fix}")
+                reason = f"the role {{role}} is none of {', '.join(_ROLES)}, and not in the template"
+                fix = "rename it, or pass a {chat_template} that names it"
+                raise ChatTemplateError(Problem({}, reason, fix, role=repr(role)))
         kind = self._kinds.find(messages, tools)
         messages = kind.spelling.apply(messages)
         rendered = self.template.render(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from megatron_ladder.data.chat_records import ConversationError, Message, Tools
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 
 _ANSWER_TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "refusal")
 _ANSWER_KEYS = (*_ANSWER_TEXTS, "tool_calls", "function_call")
@@ -78,7 +78,7 @@ class Kind(NamedTuple):
     """The one to render."""
     unused: tuple[str, ...] = ()
     """Names of what has no effect, for a message."""
-    error: str | None = None
+    error: Problem | None = None
     """Why they are rejected."""
 
 
@@ -174,24 +174,27 @@ class ConversationKinds:
             # The conversation itself is rejected, too, unless the template reads more of a text than that it is one.
             return Kind(spellings[0])
         python, of_answers, missing, spelling = min(results, key=lambda result: (bool(result[0]), len(result[1])))
-        if python:
-            return Kind(spelling, error=f"{self._template.name} writes {python}")
+        if python is not None:
+            return Kind(spelling, error=python)
         if of_answers:
             return Kind(spelling, error=self._describe(of_answers[0], messages, marks, missing))
         return Kind(spelling, tuple(self._unused(messages, tools, marks, missing)))
 
     def _find_python(
         self, text: str, spelling: Spelling, marked: Sequence[Message], tools: Tools, marks: _Marks
-    ) -> str | None:
-        """Return what the template writes of the messages as Python does, instead of as text or JSON."""
-        another = f"pass another {flag_name('chat_template')}"
+    ) -> Problem | None:
+        """Return what the template writes of the messages as Python does, instead of as text or JSON, as a problem."""
+
+        def writes(part: str, fix: str = "pass another {chat_template}") -> Problem:
+            return Problem({}, "{template} writes {part}", fix, template=self._template.name, part=part)
+
         for mark in marks:
             if mark.path == "content" and re.search(rf"['\"]text['\"]: ['\"]{re.escape(mark.text)}", text):
-                return "a list of parts, instead of their texts: give the message one text"
+                return writes("a list of parts, instead of their texts", "give the message one text")
             if "arguments" in mark.path and re.search(rf"(\{{'|\\\"){re.escape(mark.text)}", text):
-                return f"the arguments of a tool call as Python or as JSON within JSON: {another}"
+                return writes("the arguments of a tool call as Python or as JSON within JSON")
             if f"'name': '{mark.text}" in text and "'name': '" not in self._template.source:
-                return f"tool calls as Python: {another}"
+                return writes("tool calls as Python")
         if spelling.nulls and "None" in text:
             without = [{key: "" if value is None else value for key, value in message.items()} for message in marked]
             try:
@@ -199,19 +202,20 @@ class ConversationKinds:
             except ChatTemplateError:
                 empty = ""
             if text.count("None") > empty.count("None"):
-                return "'None' for a key whose value is null: leave the key out, or give it an empty text"
+                return writes("'None' for a key whose value is null", "leave the key out, or give it an empty text")
         return None
 
-    def _describe(self, mark: _Mark, messages: Sequence[Message], marks: _Marks, missing: Sequence[_Mark]) -> str:
+    def _describe(self, mark: _Mark, messages: Sequence[Message], marks: _Marks, missing: Sequence[_Mark]) -> Problem:
         """Return that the template leaves out a text of an answer, and what helps."""
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         part = f"{mark.segment[:_SHOWN_CHARACTERS]!r} in " if mark.segment else ""
         place = f"{part}{mark.path!r} of answer {answers.index(mark.message) + 1} of {len(answers)}"
-        fix = f"pass a {flag_name('chat_template')} that writes it"
+        fix = "pass a {chat_template} that writes it"
         later = [other for other in marks if other.path == mark.path and other.message > mark.message]
         if any(other not in missing for other in later):
             fix += ', or give the answers before the last one "weight": 0'
-        return f"{self._template.name} leaves out {place}, which the model would not learn: {fix}"
+        reason = "{template} leaves out {place}, which the model would not learn"
+        return Problem({}, reason, fix, template=self._template.name, place=place)
 
     def _unused(self, messages: Sequence[Message], tools: Tools, marks: _Marks, missing: list[_Mark]) -> Iterator[str]:
         """Yield names of what the template does not use, each once."""

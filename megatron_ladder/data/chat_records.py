@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from megatron_ladder.data.reading.protocol import Record
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.typed import typed
 
 Message = dict[str, Any]
@@ -38,8 +38,8 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 T = TypeVar("T")
 
 
-class ConversationError(Exception):
-    """A record is not a conversation, or would lose a part of an answer; the message is the reason."""
+class ConversationError(UserError):
+    """A record is not a conversation, or would lose a part of an answer; the one problem is the reason."""
 
 
 class ChatRecord(NamedTuple):
@@ -108,8 +108,8 @@ def _read_texts(keys: Sequence[str], values: Mapping[str, Any]) -> list[Message]
 
 def _read_messages(key: str, messages: object, is_row: bool) -> list[Message]:
     if not isinstance(messages, list):
-        fix = f"name their key with {flag_name('chat_keys')}"
-        raise ConversationError(f"expected a list of messages under {key!r}: {fix}")
+        reason = "expected a list of messages under {key}"
+        raise ConversationError(Problem({}, reason, "name their key with {chat_keys}", key=repr(key)))
     if not messages:
         raise ConversationError(f"the list of messages under {key!r} is empty")
     parsed = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.chat_records import Message, Tools
-from megatron_ladder.errors import Problem, UserError, flag_name
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.files import reject_pointer
 from megatron_ladder.tokenizers.kinds import Tokenizer
 from megatron_ladder.tokenizers.special_tokens import mark_spelled, spelling_pattern
@@ -29,14 +29,12 @@ _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
 _ANSWER = "An answer"
 _BLOCK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-_NO_TIME = (
-    "it asks for the current time, and equal conversations must give equal tokens: write a fixed date in a copy of the "
-    f"template, and pass the copy with {flag_name('chat_template')}"
-)
+_NO_TIME = "it asks for the current time, and equal conversations must give equal tokens"
+_FIXED_TIME = "write a fixed date in a copy of the template, and pass the copy with {chat_template}"
 
 
-class ChatTemplateError(Exception):
-    """A template rejects a conversation; the message is the reason."""
+class ChatTemplateError(UserError):
+    """A template rejects a conversation; the one problem is the reason."""
 
 
 class RenderedConversation(NamedTuple):
@@ -128,11 +126,11 @@ class ChatTemplate:
                 if is_prompt
                 else ("renders earlier messages differently when later ones follow")
             )
-            raise ChatTemplateError(
-                f"it {reason}, so the assistant's answers cannot be located: put {{% generation %}} and "
-                f"{{% endgeneration %}} around them in a copy of the template, and pass the copy with "
-                f"{flag_name('chat_template')}"
+            fix = (
+                "put {% generation %} and {% endgeneration %} around them in a copy of the template, and pass the copy "
+                "with {chat_template}"
             )
+            raise ChatTemplateError(Problem({}, f"it {reason}, so the assistant's answers cannot be located", fix))
         stripped = after.rstrip()
         return len(before), len(stripped if stripped.endswith(turn_ends) else after)
 
@@ -204,7 +202,8 @@ class ChatTemplate:
         except Exception as error:  # A template is a program, which can raise anything.
             is_jinjas = type(error).__module__.startswith("jinja2")
             reason = str(error) if is_jinjas else f"{type(error).__name__}: {error}"
-            raise ChatTemplateError(reason[:_REASON_CHARACTERS]) from None
+            fix = _FIXED_TIME if reason == _NO_TIME else ""
+            raise ChatTemplateError(Problem({}, "{reason}", fix, reason=reason[:_REASON_CHARACTERS])) from None
         return str(text)
 
 

@@ -31,7 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder import files
-from megatron_ladder.errors import UserError, counted, flag_name
+from megatron_ladder.errors import UserError, counted
 from megatron_ladder.typed import read_json, typed
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -410,7 +410,7 @@ def _prefixes_nearby(prefix: Path) -> str:
     name = prefix.name.removesuffix(".bin").removesuffix(".idx")
     nearby = sorted(path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name))
     if not nearby and prefix.is_file():
-        return f": {prefix} holds no tokens: make them with tools/preprocess_data.py {flag_name('input')} {prefix}"
+        return f": {prefix} holds no tokens: make them with `tools/preprocess_data.py --input {prefix}`"
     if not nearby:
         return " (give the path of a data set without .bin and .idx)"
     return f": did you mean {' or '.join(map(str, nearby[:3]))}?"

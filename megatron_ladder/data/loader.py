@@ -14,7 +14,7 @@ from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, flag_name, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.tokenizers.kinds import Tokenizer, hashes_of, same_tokenizer
 
 _PARTS = ("train", "valid")
@@ -155,8 +155,7 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
         raise UserError(Problem({}, "{missing}", fix, missing=missing))
     if loss_on == "assistant":
         reason = "{}: {prefix} has no loss mask"
-        fix = f"preprocess it with {flag_name('chat')}"
-        raise UserError(Problem({"loss_on": loss_on}, reason, fix, prefix=dataset.prefix))
+        raise UserError(Problem({"loss_on": loss_on}, reason, "preprocess it with {chat}", prefix=dataset.prefix))
     return "all"
 
 
@@ -226,9 +225,9 @@ def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str
         if sidecar is not None and sidecar.chat_template is not None:
             prefix_of.setdefault(sidecar.chat_template, dataset.prefix)
             if not sidecar.answer_ends:
-                template = flag_name("chat_template")
-                fix = f"preprocess it again, with a {template} that ends answers with a special token"
-                report(f"*** {dataset.prefix}: records no token that ends answers, so they may not end: {fix} ***")
+                reason = "{prefix}: records no token that ends answers, so they may not end"
+                fix = "preprocess it again, with a {chat_template} that ends answers with a special token"
+                report(f"*** {Problem({}, reason, fix, prefix=dataset.prefix)} ***")
     for prefix in list(prefix_of.values())[1:]:
         first = next(iter(prefix_of.values()))
         report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")

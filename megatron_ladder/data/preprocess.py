@@ -39,7 +39,7 @@ from megatron_ladder.data.indexed import (
 )
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, SHOWN_BAD, Block, Shard, Source
-from megatron_ladder.errors import Problem, UserError, counted, flag_name
+from megatron_ladder.errors import Problem, UserError, counted
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
@@ -258,13 +258,12 @@ def _describe(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
     if counts.spelled:
         most_first = Counter(counts.spelled).most_common()
         spelled = list_tokens([f"{token} {number:,}" for token, number in most_first], ", ")
-        flag = flag_name("parse_special_tokens")
-        fate = "are these tokens now" if parsed else f"stay text ({flag} makes them these tokens)"
-        yield f"spellings of special tokens in the input {fate}: {spelled}"
+        fate = "are these tokens now" if parsed else "stay text ({parse_special_tokens} makes them these tokens)"
+        yield str(Problem({}, f"spellings of special tokens in the input {fate}: {{spelled}}", spelled=spelled))
     if counts.inner_ends:
-        flags = map(flag_name, ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"))
-        take = "{}, {} and {} take each for an end".format(*flags)
-        yield f"*** {counted(counts.inner_ends, 'end-of-document token')} inside documents: {take} ***"
+        ends = counted(counts.inner_ends, "end-of-document token")
+        take = "{reset_attention_mask}, {reset_position_ids} and {eod_mask_loss} take each for an end"
+        yield f"*** {Problem({}, f'{ends} inside documents', take)} ***"
 
 
 def _with_targets(dataset: IndexedDataset) -> int:

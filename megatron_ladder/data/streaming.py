@@ -231,7 +231,7 @@ class StreamReader:
                 already = f" ({len(self._skipped)} before it were skipped: {{streaming_skip_bad_lines}} {limit})"
                 raise UserError(Problem({"streaming": record.reason}, "{}" + already * (limit > 0)))
             self._skipped.add(record_id)
-            self.report(f"skipped: {flag_name('streaming')} {record.reason}")
+            self.report(f"skipped: {Problem({'streaming': record.reason}, '{}')}")
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""

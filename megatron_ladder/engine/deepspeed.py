@@ -24,7 +24,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.parallel.layout import Section
@@ -64,10 +64,9 @@ def _require_private_parts(owner: object, name: str) -> None:
     """Raise RuntimeError if this version of DeepSpeed lacks a private part that is used here."""
     missing = [part for part in PRIVATE_PARTS.get(name, ["known parts"]) if not hasattr(owner, part)]
     if missing:
-        raise RuntimeError(
-            f"DeepSpeed {version('deepspeed')}: {name} has no {', '.join(missing)}: install the version of "
-            f"constraints.txt, or use {flag_name('zero_stage')} 0 or 1, which need no DeepSpeed"
-        )
+        reason = f"DeepSpeed {version('deepspeed')}: {name} has no {', '.join(missing)}"
+        fix = "install the version of constraints.txt, or use {zero_stage} 0 or 1, which need no DeepSpeed"
+        raise RuntimeError(str(Problem({}, reason, fix)))
 
 
 def adopt_process_group() -> None:

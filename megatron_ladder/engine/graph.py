@@ -57,7 +57,7 @@ from megatron_ladder.comm.capture import PeakMemory, capturing
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.schedule import Pass, Slot
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.errors import Problem, UserError, flag_name
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stats import StepStats
@@ -252,8 +252,9 @@ class CapturedPasses:
                 self._capture()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-                text = f"*** {flag_name('cuda_graph')}: rank {self._world.rank} cannot capture a step: {failure} ***"
-                print(text, file=sys.stderr, flush=True)
+                reason = f"{{}}: rank {self._world.rank} cannot capture a step: {{failure}}"
+                note = Problem({"cuda_graph": None}, reason, failure=failure)
+                print(f"*** {note} ***", file=sys.stderr, flush=True)
             problem = self._first_problem(failure)
             if problem is None:
                 return True
@@ -263,8 +264,8 @@ class CapturedPasses:
             reason = "{}: a step cannot be captured {problem}; use auto or false"
             raise UserError(Problem({"cuda_graph": "true"}, reason, problem=problem))
         self._measures = False
-        text = f"*** {flag_name('cuda_graph')} auto: no graphs, because a step cannot be captured {problem} ***"
-        print_rank_0(text, self._world.rank)
+        reason = "{}: no graphs, because a step cannot be captured {problem}"
+        print_rank_0(f"*** {Problem({'cuda_graph': 'auto'}, reason, problem=problem)} ***", self._world.rank)
         return False
 
     def _first_problem(self, problem: str) -> str | None:
@@ -369,7 +370,8 @@ class CapturedPasses:
             without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
             times_of = f"{1e3 * captured:.1f} ms with graphs, {1e3 * without:.1f} ms without"
             verdict = f"{'keeps' if captured < without else 'drops'} them"
-            print_rank_0(f"{flag_name('cuda_graph')} auto: steps take {times_of}: {verdict}", self._world.rank)
+            note = Problem({"cuda_graph": "auto"}, f"{{}}: steps take {times_of}: {verdict}")
+            print_rank_0(str(note), self._world.rank)
             if captured >= without:
                 self.close()
         return not self._closed and len(self._starts) > self._first

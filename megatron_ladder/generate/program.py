@@ -30,7 +30,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, counted, flag_name, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, counted, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
@@ -72,7 +72,8 @@ def generate(options: GenerateOptions) -> None:
     if encoder is not None:
         stored = replace(stored, eos_ids=stored.eos_ids | encoder.turn_ends)
         if encoder.is_chat and not (stored.answers_end or encoder.turn_ends or options.sampling.stop):
-            stored = replace(stored, warnings=(*stored.warnings, f"{OPEN_ANSWERS} ({flag_name('stop')})"))
+            warning = str(Problem({}, f"{OPEN_ANSWERS} ({{stop}})"))
+            stored = replace(stored, warnings=(*stored.warnings, warning))
     prompts = _read_checked_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
         with closing(load_engine(rank_info, options.model, stored)) as engine:

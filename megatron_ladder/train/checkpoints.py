@@ -39,7 +39,7 @@ from megatron_ladder.checkpoint.saving import (
 from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
-from megatron_ladder.errors import BadNumbersError, Problem, UserError, flag_name
+from megatron_ladder.errors import BadNumbersError, Problem, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import tokenizer_files
@@ -99,16 +99,16 @@ class CheckpointSaver:
             if load is not None:
                 # A run that loads what it saves has none at its first start.
                 hint = checkpoints_nearby(load) if load != save and self._world.rank == 0 else ""
-                self._print(
-                    f"*** {flag_name('load')} {load} holds no checkpoint: the run starts from scratch{hint} ***"
-                )
+                note = Problem({"load": load}, "{} holds no checkpoint: the run starts from scratch{hint}", hint=hint)
+                self._print(f"*** {note} ***")
             elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
-                self._print(f"*** {flag_name('save')} {save} holds {names[-1]}, which this run does not continue ***")
+                note = Problem({"save": save}, f"{{}} holds {names[-1]}, which this run does not continue")
+                self._print(f"*** {note} ***")
             return 0, 0, {}
         checkpoint = self._load(load, self._inputs.checkpoint)
         if self._world.rank == 0 and save is not None:
-            for note in self._small_files.inherit(checkpoint):
-                self._print(f"*** {note} ***")
+            for inherited in self._small_files.inherit(checkpoint):
+                self._print(f"*** {inherited} ***")
         if self._config.finetune:
             self._print(f"takes the weights of {checkpoint.directory}: starts at iteration 0")
             return 0, 0, {}
@@ -118,9 +118,9 @@ class CheckpointSaver:
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
         self._print(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done")
         for change in learned_changes(self._trainer.run, checkpoint):
-            self._print(change)
+            self._print(f"*** {change} ***")
         if schedule := schedule_note(self._trainer.run, checkpoint):
-            self._print(schedule)
+            self._print(str(schedule))
         return checkpoint.iteration, checkpoint.consumed_samples, checkpoint.manifest
 
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
@@ -264,8 +264,8 @@ class CheckpointSaver:
         )
 
     def _report_failure(self, iteration: int, reason: str, error: str) -> None:
-        text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
-        self._print(f"*** {flag_name('save')} {self._config.save}: {text} ***")
+        reason = f"{{}}: iteration {iteration} was not saved: {{error}}; earlier checkpoints are as they were"
+        self._print(f"*** {Problem({'save': self._config.save}, reason, error=error)} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
 
 

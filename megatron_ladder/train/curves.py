@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import Problem, UserError, flag_name
+from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.progress import print_if_possible
 
 _FLUSH_SECONDS, _MOST_QUEUED = 10, 1000
@@ -118,6 +118,6 @@ class Curves:
             self._writer = None
             # The text of wandb's errors may hold a key.
             reason = getattr(error, "strerror", None) or type(error).__name__
-            where = f"{flag_name('tensorboard_dir')} {self._folder}: cannot be written ({reason})"
+            template = f"{{}}: cannot be written ({reason}): no more curves from iteration {iteration} on"
             # Stdout may be on the same full disk.
-            print_if_possible(f"*** {where}: no more curves from iteration {iteration} on ***")
+            print_if_possible(f"*** {Problem({'tensorboard_dir': self._folder}, template)} ***")

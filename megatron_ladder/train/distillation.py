@@ -15,7 +15,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import compute_dtype
-from megatron_ladder.errors import Problem, flag_name
+from megatron_ladder.errors import Problem
 from megatron_ladder.files import check_directory
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
@@ -40,14 +40,13 @@ def find_teacher(path: Path | None, weight: float) -> Path | None:
     """Return the directory of the model of --distill-from, if it has a weight; raises UserError if there is none."""
     if path is None or weight == 0:
         return None
-    flag = flag_name("distill_from")
-    with reporting_os_errors(f"{flag} {path}"):
+    with reporting_os_errors(path):
         check_directory(path)
         if is_hf_directory(path):
             return path
         checkpoint = Checkpoint.open(path)
         for warning in checkpoint.warnings:
-            print_if_possible(f"*** {flag} {warning} ***")
+            print_if_possible(f"*** {Problem.of(warning).about('distill_from')} ***")
         return checkpoint.directory
 
 

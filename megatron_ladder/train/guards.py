@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from megatron_ladder.config.sections import ReliabilityConfig
-from megatron_ladder.errors import BadNumbersError, flag_name
+from megatron_ladder.errors import BadNumbersError, Problem
 
 _Kind = Literal["bad numbers", "no targets", "loss spike"]
 
@@ -55,7 +55,7 @@ class Guard:
     def stop_if_hopeless(self, finding: Finding | None) -> None:
         """Raise BadNumbersError after --max-consecutive-bad-steps bad steps in a row."""
         if finding is not None and self._bad_in_a_row >= self._config.max_consecutive_bad_steps:
-            allowed = f"as many as {flag_name('max_consecutive_bad_steps')} allows"
+            allowed = Problem({}, "as many as {max_consecutive_bad_steps} allows")
             raise BadNumbersError(f"{finding.text}: {self._bad_in_a_row} in a row, {allowed}")
 
     def state(self) -> dict[str, Any]:

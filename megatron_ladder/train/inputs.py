@@ -23,7 +23,6 @@ from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.files import output_problem
-from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import DESCRIPTION_FILE, load_tokenizer_from_directory
@@ -40,6 +39,8 @@ from megatron_ladder.train.resume import (
     with_checkpoint,
 )
 
+_FIELDS_OF_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Fields that read the ends of documents."""
 SamplePrompt = tuple[str, tuple[int, ...]]
 """The text and the ids of one of --sample-prompts."""
 
@@ -321,10 +322,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
 
     Data sets of conversations mark the start of conversations otherwise, and do not need the token.
     """
-    all_names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    names = [name for name in all_names if getattr(data, name)]
-    flags = " ".join(f"{{{name}}}" for name in names)
-    subjects = dict.fromkeys(names)
+    names = [name for name in _FIELDS_OF_ENDS if getattr(data, name)]
     datasets = sorted(sources.datasets, key=attrgetter("prefix"))
     known = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
@@ -343,15 +341,11 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
         if other != eod_id
     ]
     if names and eod_id is None:
-        reason = f"{flags}: the end-of-document token is unknown"
-        errors.append(Problem(subjects, reason, "give {tokenizer_type} and {tokenizer_model}"))
+        fix = "give {tokenizer_type} and {tokenizer_model}"
+        errors.append(_problem_of_ends(names, "the end-of-document token is unknown", fix))
+    reason = "the documents of {prefix} do not end with an end-of-document token"
     errors += [
-        Problem(
-            subjects,
-            f"{flags}: the documents of {{prefix}} do not end with an end-of-document token",
-            "preprocess it with {append_eod}",
-            prefix=prefix,
-        )
+        _problem_of_ends(names, reason, "preprocess it with {append_eod}", prefix=prefix)
         for prefix, sidecar in known.items()
         if names and not (sidecar.append_eod or sidecar.conversations)
     ]
@@ -362,34 +356,38 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     return eod_id
 
 
+def _problem_of_ends(names: Sequence[str], reason: str, fix: str = "", **texts: object) -> Problem:
+    """Return a problem of fields that read the ends of documents."""
+    subjects = " ".join(f"{{{name}}}" for name in names)
+    return Problem(dict.fromkeys(names), f"{subjects}: {reason}", fix, **texts)
+
+
 def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str, names: list[str], rank: int) -> None:
     """Sample documents of data sets without a description; raises UserError if the fields have no effect on one."""
     errors = []
-    flags = " ".join(map(flag_name, names))
     for dataset in datasets:
         ends = sampled_ends(dataset)
         share = float((ends == eod_id).mean())
         if share == 0 and not occurs_in_sample(dataset, eod_id):
             tokens, counts = np.unique(ends, return_counts=True)
-            subjects = " ".join(f"{{{name}}}" for name in names)
-            errors.append(
-                Problem(
-                    dict.fromkeys(names),
-                    f"{subjects}: no document of {{prefix}} ends with {{described}} ({len(ends):,} documents read; "
-                    f"most end with {tokens[counts.argmax()]})",
-                    "give the tokenizer of the data, copy its {sidecar} as well if there is one, or preprocess it with "
-                    "{append_eod}",
-                    prefix=dataset.prefix,
-                    described=described,
-                    sidecar=sidecar_path(dataset.prefix).name,
-                )
+            reason = (
+                f"no document of {{prefix}} ends with {{described}} ({len(ends):,} documents read; "
+                f"most end with {tokens[counts.argmax()]})"
             )
+            fix = (
+                "give the tokenizer of the data, copy its {sidecar} as well if there is one, or preprocess it with "
+                "{append_eod}"
+            )
+            sidecar = sidecar_path(dataset.prefix).name
+            texts = {"prefix": dataset.prefix, "described": described, "sidecar": sidecar}
+            errors.append(_problem_of_ends(names, reason, fix, **texts))
         elif share < 1:
-            print_rank_0(
-                f"*** {flags}: {share:.1%} of the documents of {dataset.prefix} end with {described} ({len(ends):,} "
-                "documents read): the others run into the next document ***",
-                rank,
+            reason = (
+                f"{share:.1%} of the documents of {{prefix}} end with {{described}} ({len(ends):,} documents read): "
+                "the others run into the next document"
             )
+            note = _problem_of_ends(names, reason, prefix=dataset.prefix, described=described)
+            print_rank_0(f"*** {note} ***", rank)
     raise_user_errors(errors)
 
 

@@ -26,7 +26,7 @@ from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.engine.schedule import make_schedule
-from megatron_ladder.errors import BadNumbersError, LostPeerError, counted, exit_code_of, flag_name, without_passwords
+from megatron_ladder.errors import BadNumbersError, LostPeerError, Problem, counted, exit_code_of, without_passwords
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import Curves
@@ -195,7 +195,7 @@ class RunLog:
         label = f"{name} " if name else ""
         # Unlike `math.exp`, this is infinite for large losses.
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
-        cause = f"no token counts (raise {flag_name('eval_iters')}), or a weight is not finite"
+        cause = Problem({}, "no token counts (raise {eval_iters}), or a weight is not finite")
         why = f" | {cause}" if math.isnan(loss) else ""
         line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{why}"
         print_rank_0(line, self._rank)

@@ -17,7 +17,7 @@ from megatron_ladder.command_line import Settings
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import check_run
 from megatron_ladder.data.batches import GlobalBatchLoader
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.checkpoints import CheckpointSaver
@@ -90,10 +90,10 @@ def open_run(settings: Settings, received: Sequence[int] = ()) -> Iterator[OpenR
 
 
 def _write_config(folder: Path, inputs: RunInputs) -> None:
-    repeats = f"{flag_name('config')} of this file repeats the run"
-    note = f"All values of a run on {inputs.run.world_size} processes; {repeats}."
+    processes = inputs.run.world_size
+    note = Problem({}, f"All values of a run on {processes} processes; {{config}} of this file repeats the run.")
     try:
-        write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
+        write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, str(note)))
     except OSError as error:
         # A failing save is no reason to stop, either.
         print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
@@ -138,8 +138,8 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
         print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
     if run.checkpoint.save is None:
-        lost = "the weights that this run learns are lost when it ends"
-        print_rank_0(f"*** without {flag_name('save')}: {lost} ***", rank)
+        note = Problem({}, "without {save}: the weights that this run learns are lost when it ends")
+        print_rank_0(f"*** {note} ***", rank)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -184,7 +184,8 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
     if run.checkpoint.save is None:
-        print_rank_0(f"nothing was saved after iteration {iteration}: {flag_name('save')} was not given", rank)
+        note = Problem({}, f"nothing was saved after iteration {iteration}: {{save}} was not given")
+        print_rank_0(str(note), rank)
     return reason or "all steps are done"
 
 

@@ -18,7 +18,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, name_collectives, no_span
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 from megatron_ladder.progress import print_if_possible, print_rank_0
 
 
@@ -47,8 +47,8 @@ def step_contexts(
     config = run.profile
     first, last = max(config.profile_step_start + 1, first_iteration), config.profile_step_end
     if config.profile and first > last:
-        done = f"steps up to {last} are done: nothing is profiled"
-        print_rank_0(f"*** {flag_name('profile')}: {done} ***", world.rank)
+        note = Problem({"profile": None}, f"{{}}: steps up to {last} are done: nothing is profiled")
+        print_rank_0(f"*** {note} ***", world.rank)
     if not config.profile or first > last:
         return lambda iteration: nullcontext()
     folder = config.folder(run.logging.tensorboard_dir)
@@ -89,6 +89,7 @@ def _write_trace(profiler: profile, path: Path) -> None:
         os.replace(temporary, path)
         text = f"profile: {path}"
     except OSError as error:
-        text = f"*** {flag_name('profile')}: {path} cannot be written: {error.strerror} ***"
+        note = Problem({"profile": None}, f"{{}}: {{path}} cannot be written: {error.strerror}", path=path)
+        text = f"*** {note} ***"
     # The output may be on the same disk.
     print_if_possible(text)

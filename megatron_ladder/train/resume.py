@@ -29,7 +29,7 @@ from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
-from megatron_ladder.flags import conflicts, flag_name, section_flags, to_plain
+from megatron_ladder.flags import conflicts, section_flags, to_plain
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import find_tokenizer
 from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
@@ -265,19 +265,19 @@ def resume_problems(settings: Settings, run: RunConfig, checkpoint: Checkpoint) 
             yield _difference(name, ours, stored[name], checkpoint, fix)
 
 
-def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return one line for each given value with which a resumed run learns something else than before."""
+def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
+    """Return one note for each given value with which a resumed run learns something else than before."""
     ours = _values(run.to_dict())
     theirs = _values(checkpoint.manifest.get("run", {}))
     reported = _declared("report") | vars(run.optimizer).keys()
     return [
-        f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
+        Problem({name: str(ours[name])}, "{}: the checkpoint was trained with {theirs}", theirs=theirs[name])
         for name in ours
         if name in reported and ours[name] != theirs.get(name, ours[name])
     ]
 
 
-def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
+def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> Problem | None:
     """Return a note if a longer or shorter run than the one that saved the checkpoint keeps the end of its decay."""
     stored = _values(checkpoint.manifest.get("run", {})).get("train_iters")
     iterations, end = run.training.train_iters, run.optimizer.lr_decay_iters
@@ -287,7 +287,7 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
         f"{{}}, and the checkpoint was trained for {stored}: the decay of the learning rate ends at iteration {end}"
     )
     fix = "{lr_decay_iters} with {override_opt_param_scheduler} moves it"
-    return str(Problem({"train_iters": iterations}, f"{reason}; {fix}"))
+    return Problem({"train_iters": iterations}, f"{reason}; {fix}")
 
 
 def has_another_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
@@ -308,6 +308,6 @@ def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool,
         fix = "give the same data, or {allow_data_change} to read other samples"
         raise UserError(*(Problem({}, "{change}", fix, change=change) for change in changes))
     for change in changes:
-        print_rank_0(f"*** {flag_name('allow_data_change')}: {change} ***", rank)
+        print_rank_0(f"*** {Problem({'allow_data_change': None}, '{}: {change}', change=change)} ***", rank)
     if changes:
         print_rank_0(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", rank)

@@ -24,7 +24,6 @@ from megatron_ladder.engine.build import build_engine, build_mesh, build_rank_mo
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.errors import Problem, UserError
-from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.progress import print_rank_0
@@ -97,17 +96,13 @@ def _warn_about_one_queue(run: RunConfig, rank_info: RankInfo, device: torch.dev
     if device.type != "cuda" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
     stages = run.parallel.pipeline_model_parallel_size
-    uses = {
-        flag_name("sequence_parallel"): run.parallel.sequence_parallel,
-        f"{flag_name('pipeline_model_parallel_size')} {stages}": stages > 1,
-    }
-    flags = " and ".join(flag for flag, is_used in uses.items() if is_used)
-    if flags:
-        print_rank_0(
-            f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {flags}, computation waits for communication that it "
-            "could hide: unset the variable ***",
-            rank_info.rank,
-        )
+    uses: dict[str, object] = {"sequence_parallel": None} if run.parallel.sequence_parallel else {}
+    if stages > 1:
+        uses["pipeline_model_parallel_size"] = stages
+    if uses:
+        cause = " and ".join(f"{{{name}}}" for name in uses)
+        reason = f"CUDA_DEVICE_MAX_CONNECTIONS=1: with {cause}, computation waits for communication that it could hide"
+        print_rank_0(f"*** {Problem(uses, reason, 'unset the variable')} ***", rank_info.rank)
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:
@@ -127,9 +122,9 @@ def _check_shared(save: Path, world: CommGroup) -> None:
 
 
 def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
-    """Return all settings that must be equal on every process, JSON-able, by the names that users know."""
+    """Return all settings that must be equal on every process, JSON-able, by the templates of their names."""
     run = inputs.run
-    settings = {flag_name(name): value for name, value in inputs.values.items()}
+    settings = {f"{{{name}}}": value for name, value in inputs.values.items()}
     if run.parallel.deepspeed_config is not None:
         config = read_deepspeed_config(run.parallel.deepspeed_config)
         settings |= {f"file for DeepSpeed: {key}": value for key, value in config.items()}

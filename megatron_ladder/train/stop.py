@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ladder.config.sections import ReliabilityConfig
-from megatron_ladder.errors import flag_name
+from megatron_ladder.errors import Problem
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0
@@ -94,15 +94,15 @@ class Stopper:
 
     def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
         """Return why all ranks end after a step (0: before the first), or None; `sums` are all ranks' votes."""
-        texts = [
-            *(signal.Signals(number).name for number in _SIGNALS),
-            f"{flag_name('exit_duration_in_mins')} {self.config.exit_duration_in_mins}",
-            f"{flag_name('kill_switch_file')} {self.config.kill_switch_file}",
-        ]
-        for text, votes in zip(texts, sums, strict=True):
+        reasons = [signal.Signals(number).name for number in _SIGNALS]
+        reasons += map(self._limit, ("exit_duration_in_mins", "kill_switch_file"))
+        for reason, votes in zip(reasons, sums, strict=True):
             if votes > 0:
-                return text
+                return reason
         interval = self.config.exit_interval
         if interval is not None and iteration > 0 and iteration % interval == 0:
-            return f"{flag_name('exit_interval')} {interval}"
+            return self._limit("exit_interval")
         return None
+
+    def _limit(self, name: str) -> str:
+        return str(Problem({name: getattr(self.config, name)}, "{}"))

@@ -176,24 +176,21 @@ def test_functions_are_short() -> None:
     assert broken(size_errors, all_files(), ROOT) == []
 
 
-SPELLING = {
-    # The prefix itself, and programs that are no part of this one.
-    "errors.py",
-    "flags.py",
-    "__main__.py",
-    # The words of the command line.
-    "command_line.py",
-    "lm_eval.py",
-    "config/megatron_flags.py",
-    # Texts of the help.
-    "blueprint/wiring.py",
-    "config/run.py",
+SPELLING = {"command_line.py", "lm_eval.py", "config/megatron_flags.py"}
+"""Files whose subject flags are, also those of other programs."""
+NAMING = {
+    # The word itself.
+    *("errors.py", "flags.py", "command_line.py", "config/file.py"),
+    # Words of a command line.
+    "blueprint/model.py",
+    # Keys of stored descriptions.
+    *("data/encoding.py", "data/streaming.py"),
 }
-"""Files whose subject flags are."""
+"""Files that may make flags of the names of fields."""
 
 
 def spelled_flags(source: str, relative: str, known: set[str]) -> list[str]:
-    """Return the flags in texts of a file other than docstrings, declarations of fields, and commands in backticks."""
+    """Return the flags in texts of a file other than docstrings, help, declarations, and commands in backticks."""
     texts: list[tuple[int, str]] = []
     skipped = set[ast.AST]()
     for node in nodes_of(source):
@@ -201,6 +198,10 @@ def spelled_flags(source: str, relative: str, known: set[str]) -> list[str]:
             skipped.add(node.value)
         elif isinstance(node, ast.keyword) and node.arg in ("aliases", "requires", "excludes"):
             skipped |= {*ast.walk(node)}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DESCRIPTION":
+            skipped.add(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Wiring":
+            skipped.add(node.args[1])
         elif isinstance(node, ast.JoinedStr):
             # Outer nodes come first. A value may be the name of a flag.
             parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
@@ -213,7 +214,13 @@ def spelled_flags(source: str, relative: str, known: set[str]) -> list[str]:
         for line, text in texts
         for word in re.findall(r"--(?:[a-z][a-z\d-]*|\0)", re.sub(r"`[^`]*`", "", text))
     )
-    return [f"{relative}:{line}: {word}" for line, word in words if word in known]
+    named = [node.lineno for node in nodes_of(source) if isinstance(node, ast.Name) and node.id == "flag_name"]
+    if relative in NAMING:
+        named.clear()
+    return [
+        *(f"{relative}:{line}: {word}" for line, word in words if word in known),
+        *(f"{relative}:{line}: flag_name" for line in named),
+    ]
 
 
 def test_no_message_below_the_command_line_spells_a_flag() -> None:
@@ -226,8 +233,9 @@ def test_no_message_below_the_command_line_spells_a_flag() -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     known = {"--\0", *map(flag_name, names), *(flag_name(f"no_{name}") for name in names)}
-    source = "x = f'--{name}-path `--lr`'\nfix = 'give --lr'\n'--lr'\nflag(aliases='--lr')"
-    assert sorted(spelled_flags(source, "x", known)) == ["x:1: --\0", "x:2: --lr"]
+    source = "x = f'--{name}-path `--lr`'\nfix = 'give --lr'\n'--lr'\nflag(aliases='--lr')\nflag_name(name)\n"
+    source += "DESCRIPTION = '--lr'\nWiring('x', '--lr')"
+    assert sorted(spelled_flags(source, "x", known)) == ["x:1: --\0", "x:2: --lr", "x:5: flag_name"]
     assert [
         error
         for path, source in sources.items()

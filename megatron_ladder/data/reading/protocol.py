@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron_ladder.errors import Problem, flag_name, raise_user_errors
+from megatron_ladder.errors import Problem, raise_user_errors
 
-CHAT_HINT = f"read conversations with tools/preprocess_data.py {flag_name('chat')}"
+_CHAT_HINT = "read conversations with `tools/preprocess_data.py --chat`"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHOWN_BAD = 3
 """Bad records that the error about too many of them lists, if they are close to each other."""
@@ -56,7 +56,7 @@ class Reading:
     def fix(self, kind: str, names: Container[str]) -> str:
         """Return the template of what helps if a key, or a column, is not among those that were found."""
         is_chat = self.texts_only and "messages" in names
-        return f"name the {kind} with {{{self.keys_field}}}{f', or {CHAT_HINT}' if is_chat else ''}"
+        return f"name the {kind} with {{{self.keys_field}}}{f', or {_CHAT_HINT}' if is_chat else ''}"
 
 
 class Record(NamedTuple):
@@ -225,8 +225,8 @@ def read_records(sources: Sequence[Source]) -> Iterator[list[Any]]:
 
 def too_large(reading: Reading) -> str:
     """Return the reason why a document is not read."""
-    fix = "" if reading.size_field is None else f": raise {flag_name(reading.size_field)}"
-    return f"larger than {reading.max_bytes >> 20} megabytes{fix}"
+    fix = "" if reading.size_field is None else f"raise {{{reading.size_field}}}"
+    return str(Problem({}, f"larger than {reading.max_bytes >> 20} megabytes", fix))
 
 
 def _reason_against(row: Sequence[Any], reading: Reading) -> str | None:
@@ -237,7 +237,7 @@ def _reason_against(row: Sequence[Any], reading: Reading) -> str | None:
         if not reading.texts_only:
             continue
         if not isinstance(value, str):
-            fix = f": {CHAT_HINT}" if isinstance(value, list) else ""
+            fix = f": {_CHAT_HINT}" if isinstance(value, list) else ""
             return f"expected a text under {key!r}, found {type(value).__name__}{fix}"
         try:
             size = len(value) if value.isascii() else len(value.encode())

@@ -75,7 +75,7 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
         read_all([name], Reading(("body",)))
     with pytest.raises(UserError, match="a: column text occurs twice"):
         check_columns("a", ["text", "id", "text"], Reading())
-    with pytest.raises(UserError, match="or read conversations with tools/preprocess_data.py --chat"):
+    with pytest.raises(UserError, match="or read conversations with `tools/preprocess_data.py --chat`"):
         check_columns("a", ["messages"], Reading())
     with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):
         read_all([f"{name}@dev"])

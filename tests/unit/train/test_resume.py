@@ -68,7 +68,7 @@ def test_a_longer_run_keeps_its_decay() -> None:
     run, errors = resume(longer)
     assert not errors and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
     note = schedule_note(run, checkpoint_of(run_of(TRAINED)))
-    assert note is not None and "ends at iteration 100;" in note
+    assert note is not None and "ends at iteration 100;" in str(note)
     third, errors = resume_from(checkpoint_of(run), longer.replace("300", "400"))
     assert not errors and rates(third) == rates(run_of(TRAINED))
     stretched, errors = resume(f"{longer} {OVERRIDE}")
