@@ -8,7 +8,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megatron_ladder import __version__
@@ -17,6 +17,7 @@ from megatron_ladder.flags import (
     Flag,
     ValueType,
     check_values,
+    conflicts,
     find_problems,
     flag_name,
     keyword_name,
@@ -112,6 +113,16 @@ class Settings:
             warnings=[*lower.warnings, *self.warnings],
             words=Vocabulary(self.words.spell, spellings | self.words.spellings, places | self.words.places),
         )
+
+    def with_stored(self, values: Mapping[str, Any], optional: Mapping[str, Any]) -> "Settings":
+        """Return these settings over values of a checkpoint; optional ones that contradict others are left out."""
+        settings = replace(self, stored={**values, **optional})
+        parties = [[name for name in names if name in optional] for _, names in conflicts(self.flags, settings.values)]
+        excluded = {names[0] for names in parties if names}
+        if not excluded:
+            return settings
+        # Others may require one that was left out.
+        return self.with_stored(values, {name: value for name, value in optional.items() if name not in excluded})
 
     def _replace(self, one: Flag, text: str, spelling: str) -> None:
         """Report that other words replace those of a flag, which must be valid, too."""

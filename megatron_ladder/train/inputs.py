@@ -28,12 +28,11 @@ from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import DESCRIPTION_FILE, load_tokenizer_from_directory
 from megatron_ladder.tokenizers.kinds import Tokenizer, check_parses_special_tokens, load_tokenizer, tokenizer_kind
 from megatron_ladder.train.curves import check_wandb
+from megatron_ladder.train.directories import look_for_checkpoint, look_into_save
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
     check_same_data,
     has_another_tokenizer,
-    look_for_checkpoint,
-    look_into_save,
     model_differences,
     resume_problems,
     with_checkpoint,

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.errors import ExitCode, Problem, UserError
+from megatron_ladder.errors import ExitCode, Problem, UserError, exit_code_of
 from megatron_ladder.files import lock_file
 
 RECORD_NAME = "run.jsonl"
@@ -85,6 +85,28 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
                     float(event[name])
                 events.append({**event, "time": datetime.fromisoformat(event["time"]).astimezone(UTC)})
     return events
+
+
+@contextlib.contextmanager
+def recording_refusal(save: Path | None) -> Iterator[None]:
+    """Record invalid input, and failures before the run owns the directory of --save, for `report_run.py --status`."""
+    folder = save if os.environ.get("RANK", "0") == "0" else None
+    launches = _count_launches(folder)
+    try:
+        yield
+    except Exception as error:
+        if folder is not None and (isinstance(error, UserError) or _count_launches(folder) == launches):
+            # ValueError: the name is impossible.
+            with contextlib.suppress(OSError, ValueError):
+                folder.mkdir(exist_ok=True)
+                RunRecord(folder).write("refused", code=int(exit_code_of(error)))
+        raise
+
+
+def _count_launches(folder: Path | None) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return 0 if folder is None else sum(event["event"] == "launch" for event in read_record(folder))
+    return 0
 
 
 def attempt_outcome(events: Sequence[Mapping[str, Any]]) -> ExitCode:

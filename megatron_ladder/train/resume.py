@@ -6,40 +6,30 @@ values; their names and meaning are Megatron's. Only --train-iters may change fr
 still ends where it did. Other changes of what is learned are reported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
-from megatron_ladder.checkpoint.format import (
-    Checkpoint,
-    find_checkpoint,
-    is_hf_directory,
-    reporting_os_errors,
-)
-from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name, published_checkpoints, read_latest
+from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.command_line import Settings
-from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
-from megatron_ladder.flags import conflicts, section_flags, to_plain
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
+from megatron_ladder.flags import section_flags, to_plain
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import find_tokenizer
 from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
-from megatron_ladder.train.record import RECORD_NAME
+from megatron_ladder.train.directories import is_within
 from megatron_ladder.typed import typed
 
 _FREE_TO_CHANGE = {"init_method_std", "max_position_embeddings"}
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "lr")
-"""Fields without which no model is trained from scratch under --load."""
 _TAKEN = ("training", "data", "checkpoint", "logging", "reliability", "optimizer")
 """Sections whose values a resumed run takes, unless a flag declares otherwise."""
 _TYPES = {name: kind for section in SECTIONS for name, kind in get_type_hints(section).items()}
@@ -50,88 +40,6 @@ _SCHEDULE = {one.field_name for one in section_flags(OptimizerConfig) if "optimi
 def _declared(rule: str) -> set[str]:
     """Return the fields with which a resumed run does the same; see `Flag.on_resume`."""
     return {one.field_name for one in section_flags(*SECTIONS) if one.on_resume == rule}
-
-
-def look_for_checkpoint(settings: Settings) -> Checkpoint | None:
-    """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
-    values = settings.values
-    load = values["load"]
-    if load is None:
-        return None
-    subject = {"load": load}
-    errors = ErrorCollector()
-    with errors.collect("load"), reporting_os_errors(load):
-        if is_published_name(load.name) and not load.exists():
-            fix = "give {parent} to load the newest one"
-            raise UserError(Problem(subject, "{}: there is no such checkpoint", fix, parent=load.parent))
-        if (checkpoint := find_checkpoint(load)) is not None:
-            return checkpoint
-    errors.raise_if_any()
-    for name in ("finetune", "exit_on_missing_checkpoint", "skip_train"):
-        if values[name]:
-            reason = f"{{}}: holds no checkpoint, and {{{name}}} requires one"
-            raise UserError(Problem(subject, reason, "give a directory that does"))
-    if missing := [f"{{{name}}}" for name in _REQUIRED if name not in settings.given]:
-        fix = "give them to start from scratch, or a directory with a checkpoint"
-        raise UserError(Problem(subject, f"{{}}: holds no checkpoint that would provide {', '.join(missing)}", fix))
-    return None
-
-
-def look_into_save(values: Mapping[str, Any]) -> None:
-    """Create --save, if it is given; raise UserError if the run cannot save there, or must not."""
-    save = values["save"]
-    if save is None:
-        return
-    subject = {"save": save}
-    if is_published_name(save.name):
-        raise UserError(Problem(subject, "{}: is the name of a single checkpoint", "give the directory above it"))
-    errors = ErrorCollector()
-    with errors.collect("save"), reporting_os_errors(save):
-        if is_hf_directory(save):
-            errors.add(Problem(subject, "{}: is a Hugging Face directory", "give another"))
-        for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
-            if path.exists() and not path.is_file():
-                reason = f"{{}}: {path.name} is not a file"
-                errors.add(Problem(subject, reason, "remove it, or give another directory"))
-        if not (values["skip_train"] or values["overwrite_checkpoints"]):
-            _check_save_directory(save, values["load"], values["finetune"])
-    errors.raise_if_any()
-    # Now, so that no other rank has to. Every host reports why it cannot write there.
-    with suppress(OSError):
-        save.mkdir(parents=True, exist_ok=True)
-
-
-def _check_save_directory(save: Path, load: Path | None, finetune: bool) -> None:
-    """Raise UserError if --save holds checkpoints that the run does not continue."""
-    names = published_checkpoints(save)
-    fix = "continue {current} with {load} {save_path}"
-    if load is None:
-        why = "{load} is not given, so this run would start from scratch"
-    elif not _is_within(load.resolve(), save.resolve()):
-        why = "this run starts from {load}"
-    elif finetune:
-        why = "{finetune} starts at iteration 0 again"
-    else:
-        return
-    if finetune:
-        fix += " and without {finetune}"
-    if names:
-        raise UserError(
-            Problem(
-                {"save": save, "load": load},
-                f"{{}}: holds {{current}} of another run, and {why}",
-                f"{fix}, or give another {{save}}, or {{overwrite_checkpoints}}, after which {{load}} continues the "
-                "new run and no longer the old one",
-                current=read_latest(save) or names[-1],
-                save_path=save,
-            )
-        )
-
-
-def _is_within(load: Path, save: Path) -> bool:
-    """Return whether --load is --save or one of its checkpoints, going by their names."""
-    directory = load.parent if is_published_name(load.name) else load
-    return directory.absolute() == save.absolute()
 
 
 def with_checkpoint(settings: Settings, checkpoint: Checkpoint) -> Settings:
@@ -153,11 +61,7 @@ def with_checkpoint(settings: Settings, checkpoint: Checkpoint) -> Settings:
     model = {name: value for name, value in model.items() if name not in left}
     taken = {"seq_length"} if settings.values["finetune"] else _taken(settings)
     run = {name: _read(name, recorded[name], checkpoint) for name in recorded if name in taken - given.keys()}
-    settings = replace(settings, stored=model | run)
-    # A stored value that a given one excludes has no effect any more.
-    while excluded := _without_effect(settings, run):
-        run = {name: value for name, value in run.items() if name not in excluded}
-        settings = replace(settings, stored=model | run)
+    settings = settings.with_stored(model, run)
     absent = [name for name in ("train_iters", "lr") if name not in settings.values]
     raise_user_errors(Problem({name: None}, "{} is required", "{load} lacks it") for name in absent)
     positions = max(model["max_position_embeddings"], settings.values["seq_length"])
@@ -178,7 +82,7 @@ def _taken(settings: Settings) -> set[str]:
     if values["override_opt_param_scheduler"]:
         # By default, the decay that replaces the stored one is as long as the run.
         left |= {"lr_decay_iters", "lr_wsd_decay_iters"}
-    if values["load"] is None or values["save"] is None or not _is_within(values["load"], values["save"]):
+    if values["load"] is None or values["save"] is None or not is_within(values["load"], values["save"]):
         left |= _CURVES
     return _TYPES.keys() - left
 
@@ -189,13 +93,6 @@ def _read(name: str, stored: Any, checkpoint: Checkpoint) -> Any:
     except ValueError as error:
         problem = Problem({"load": checkpoint.directory}, f"{{}}: {{{name}}}: {{error}}", "give the flag", error=error)
         raise UserError(problem) from None
-
-
-def _without_effect(settings: Settings, stored: Mapping[str, Any]) -> set[str]:
-    """Return the stored values that lack one that they require, or contradict another."""
-    found = conflicts(settings.flags, settings.values)
-    parties = [[name for name in names if name in stored] for _, names in found]
-    return {names[0] for names in parties if names}
 
 
 def _values(run: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
-from megatron_ladder.train.resume import look_for_checkpoint
+from megatron_ladder.train.directories import look_for_checkpoint
 from tests.helpers.runs import errors_of
 
 FIRST = "--output-dir out --sizes 4x32x64x4x2x300"

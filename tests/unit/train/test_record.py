@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.cli.pretrain import _recording_early_failures
 from megatron_ladder.errors import LostPeerError
-from megatron_ladder.train.record import RECORD_NAME, RunRecord, attempt_outcome, read_record
+from megatron_ladder.train.record import RECORD_NAME, RunRecord, attempt_outcome, read_record, recording_refusal
 from tests.helpers.patience import patient
 
 
@@ -70,7 +69,7 @@ def test_a_failure_before_the_launch_replaces_an_earlier_outcome(
     record = RunRecord(tmp_path)
     for event in ("launch", "stop"):
         record.write(event, code=0)
-    with pytest.raises(LostPeerError), _recording_early_failures(tmp_path):
+    with pytest.raises(LostPeerError), recording_refusal(tmp_path):
         if has_launched:
             record.write("launch")
         raise LostPeerError("rank 1 did not arrive")
