@@ -38,6 +38,8 @@ class ModelTraits:
     """Frequencies with more turns than this within the original positions are not scaled."""
     rope_beta_slow: float = flag(1.0, aliases=("--yarn-beta-slow",), above=0, requires="rope_scaling yarn")
     """Frequencies with fewer turns than this are scaled in full."""
+    yarn_correction_range_round_to_int: bool = flag(True, requires="rope_scaling yarn")
+    """Round the indices of these two frequencies outwards; gpt-oss does not."""
     rope_mscale: float = flag(1.0, aliases=("--mscale",), minimum=0, requires="rope_scaling yarn")
     """Cosines and sines are multiplied by m(this) / m(--rope-mscale-all-dim), where m(s) = 0.1 s ln(factor) + 1."""
     rope_mscale_all_dim: float = flag(0.0, aliases=("--mscale-all-dim",), minimum=0, requires="rope_scaling yarn")
@@ -50,6 +52,15 @@ class ModelTraits:
     """A bias on the attention's output projection."""
     add_mlp_bias: bool = False
     """Biases on the three projections of the MLP."""
+    add_moe_bias: bool = flag(False, requires="num_experts")
+    """Biases on the three projections of each routed expert and on the router's matrix, as in gpt-oss."""
+    quick_geglu: bool = False
+    """Gate MLPs and experts with x sigmoid(1.702 x), which approximates GELU, instead of SiLU."""
+    activation_func_clamp_value: float | None = flag(None, above=0)
+    """Bound of the inputs of gated activations: from above of gates, on both sides of what they multiply. No bound by
+    default."""
+    glu_linear_offset: float = 0.0
+    """Number that is added to what gates multiply, after its bound."""
     qk_layernorm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
     attention_output_gate: bool = False

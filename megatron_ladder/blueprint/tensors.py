@@ -84,8 +84,8 @@ class TensorSpec:
     heads: int | None = None
     """Heads along the sharded dimension, which stay whole; with fewer heads than ranks, several ranks hold the same."""
     expert_dim: int | None = None
-    """The dimension of the blocks in a stack of experts' matrices [E, out, in], whichever dimension is sharded. Each
-    matrix is initialised separately."""
+    """The dimension of the blocks in a stack of experts' matrices [E, out, in] or biases [E, out], whichever dimension
+    is sharded. Each expert is initialised separately."""
     padded: bool = False
     """Whether the sharded dimension is padded to a multiple of `VOCABULARY_MULTIPLE` x ranks."""
     mean: float = 0.0
@@ -157,7 +157,7 @@ class Branch:
     score_width: int = 0
     """Hq (d + width of a value), the widths of attention's products of scores and of values together."""
     router: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """The router's `weight` [E, h] and, if it has one, the `expert_bias` of its choice [E]."""
+    """The router's `weight` [E, h], and those that it has of its `bias` [E] and the `expert_bias` of its choice [E]."""
     experts: int = 1
     """How many of each matrix there are."""
     experts_per_token: int = 1
@@ -281,21 +281,26 @@ def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
 
 def _experts(config: ModelConfig, name: str) -> Branch:
     count, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
-    expert = _mlp(replace(config, add_mlp_bias=False), name, width)
+    expert = _mlp(replace(config, add_mlp_bias=config.add_moe_bias), name, width)
 
-    def stacked(matrix: Matrix, dim: int) -> Matrix:
-        weight = matrix.weight
-        return Matrix(replace(weight, shape=(count, *weight.shape), sharded_dim=dim, expert_dim=dim), None)
+    def stack(tensor: TensorSpec) -> TensorSpec:
+        dim = None if tensor.sharded_dim is None else 1 + tensor.sharded_dim
+        return replace(tensor, shape=(count, *tensor.shape), sharded_dim=dim, expert_dim=dim or 1)
+
+    def stacked(matrix: Matrix) -> Matrix:
+        return Matrix(stack(matrix.weight), matrix.bias and stack(matrix.bias))
 
     prefix = name.removesuffix("experts") + "router"
     std = config.init_method_std
     router = {"weight": TensorSpec(f"{prefix}.weight", (count, hidden), Role.MATRIX, block=count, std=std)}
+    if config.add_moe_bias:
+        router["bias"] = _whole(f"{prefix}.bias", count)
     if config.moe_router_enable_expert_bias:
         router["expert_bias"] = TensorSpec(f"{prefix}.expert_bias", (count,), Role.STATE, block=count)
     return Branch(
         BranchKind.EXPERTS,
-        {which: stacked(matrix, 1) for which, matrix in expert.inputs.items()},
-        stacked(expert.output, 2),
+        {which: stacked(matrix) for which, matrix in expert.inputs.items()},
+        stacked(expert.output),
         router=router,
         experts=count,
         experts_per_token=config.moe_router_topk,
@@ -407,7 +412,8 @@ def active_parameters(model: ModelConfig) -> int:
     unused = 0
     for layer in layer_tensors(model):
         for branch in itertools.chain.from_iterable(sub_block.branches for sub_block in layer):
-            unused += sum(matrix.numel for matrix in branch.matrices) - branch.weights_per_token()
+            of_experts = sum(tensor.numel for tensor in branch.tensors if tensor.expert_dim is not None)
+            unused += of_experts // branch.experts * (branch.experts - branch.experts_per_token)
     return parameter_count(model).total - unused
 
 

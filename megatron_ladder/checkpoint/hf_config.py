@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_mscale
 from megatron_ladder.blueprint.wiring import WIRINGS
-from megatron_ladder.checkpoint.hf_keys import FIELDS, OPTIONAL_ROPE_KEYS, ROPE_FIELDS, HFKeys, HFRope
+from megatron_ladder.checkpoint.hf_keys import FIELDS, OPTIONAL_ROPE_KEYS, ROPE_FIELDS, UNUSUAL_KEYS, HFKeys, HFRope
 from megatron_ladder.checkpoint.hf_types import (
     AUTHORS_TYPE,
     GROUPS,
@@ -126,8 +126,8 @@ def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:
     for key, value in row.same.items():
         if given.get(key, value) != value:
             errors.append((key, given[key], f"{value!r}: other {model_type} models are not supported"))
-    for key in ("final_logit_softcapping", "gated_attention", "farskip"):
-        if given.get(key, False) is not False and key not in row.keys:
+    for key in ("final_logit_softcapping", "farskip", *UNUSUAL_KEYS):
+        if given.get(key, False) is not False and key not in (*row.keys, *row.experts):
             errors.append((key, given[key], f"null in a {model_type} model, which has none"))
     return errors
 
@@ -158,7 +158,7 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         known |= dict.fromkeys(GROUPS, 1)
     elif known.get("topk_method") == "noaux_tc":
         errors.append(("topk_method", "noaux_tc", f"greedy or group_limited_greedy in a {model_type} model"))
-    optional = {"mlp_only_layers", "mlp_layer_types"}
+    optional = {"mlp_only_layers", "mlp_layer_types", *UNUSUAL_KEYS}
     if "mlp_layer_types" in known:
         optional.add("first_k_dense_replace")
     errors += [(key, None, "a value") for key in row.experts[1:] if key not in {*known, *optional}]
@@ -248,8 +248,6 @@ def _rope(config: Mapping[str, Any], read: HFKeys, model_type: str, errors: _Err
 def _yarn_errors(key: str, rope: HFRope, factor: float, scaling: Mapping[str, Any]) -> _Errors:
     """Return what our YaRN, with the fields `scaling`, would compute differently from transformers'."""
     errors = _Errors()
-    if rope.truncate is False:
-        errors.append((f"{key}.truncate", False, "true: the scaled frequencies begin and end at whole indices"))
     computed = yarn_mscale(factor, scaling["rope_mscale"]) / yarn_mscale(factor, scaling["rope_mscale_all_dim"])
     theirs = rope.attention_factor
     if theirs is None:
@@ -326,6 +324,9 @@ def hf_type(model: ModelConfig) -> str:
             "different keys and values from it, for which the cache of transformers has no space: generate from the "
             "checkpoint instead"
         )
+    if model.is_latent and not model.yarn_correction_range_round_to_int:
+        # vLLM's DeepSeek rounds the indices of YaRN.
+        return OWN_TYPE
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
@@ -346,7 +347,7 @@ def _expresses(model_type: str, model: ModelConfig) -> bool:
     if len(model.moe_layers) == model.num_layers:
         unused = {"ffn_hidden_size": model.ffn_hidden_size}
     elif not model.moe_layers:
-        unused = {name: value for name, value in vars(model).items() if name.startswith(("num_experts", "moe_"))}
+        unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
     return replace(reread, **unused) == model.canonical()
 
 
@@ -362,9 +363,9 @@ def hf_config(
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
-    absent = set() if model.is_latent else {*LATENT}
-    if not model.attention_output_gate:
-        absent.add("gated_attention")
+    absent = {key for key in UNUSUAL_KEYS if values[key] == getattr(ModelConfig, FIELDS[key])}
+    if not model.is_latent:
+        absent.update(LATENT)
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
@@ -383,7 +384,7 @@ def hf_config(
         "pad_token_id": pad_token_id,
         **_rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
         **row.same,
-        **{key: values[key] for key in row.experts if model.moe_layers},
+        **{key: values[key] for key in row.experts if model.moe_layers and key not in absent},
         **row.constants,
         **{key: values[key] for key in row.keys if key not in absent},
     }
@@ -418,6 +419,9 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in ROPE_FIELDS[kind].items()}
     # Where it follows from both scales, vLLM's DeepSeek would ignore these for a factor of 1.
+    if scaling.get("truncate"):
+        # The default of transformers.
+        del scaling["truncate"]
     if kind == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
         scaling["attention_factor"] = model.attention_factor
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}

@@ -44,6 +44,7 @@ _PARTS = (
     (".kv_a_proj.", ".kv_a_proj_with_mqa."),
     ("_a_norm.", "_a_layernorm."),
     (".router.weight", ".mlp.gate.weight"),
+    (".router.bias", ".mlp.gate.bias"),
     (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
     (".experts.", ".mlp.experts."),
     (".shared_expert.", ".mlp.shared_experts."),
@@ -55,6 +56,15 @@ _MIXTRAL_PARTS = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
+
+
+_STACKS = (
+    ("gate_up_proj", "weight", ("gate_proj", "up_proj")),
+    ("down_proj", "weight", ("down_proj",)),
+    ("gate_up_bias", "bias", ("gate_proj", "up_proj")),
+    ("down_bias", "bias", ("down_proj",)),
+)
+"""Stacks of all experts that transformers writes on request, and what the rows of each expert are."""
 
 
 def hf_name(name: str, expert: int | None = None, mixtral: bool = False) -> str:
@@ -290,19 +300,19 @@ def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found
 
 
 def _split_stacks(model: ModelConfig, found: dict[str, StoredWeight]) -> None:
-    """Replace the stacks of experts that transformers writes on request by views of each expert's matrices."""
+    """Replace stacks of experts by views of each expert's matrices and biases."""
     for layer in model.moe_layers:
         experts = f"model.layers.{layer}.mlp.experts"
-        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        for stack, kind, parts in _STACKS:
             stacked = found.pop(f"{experts}.{stack}", None)
-            if stacked is None or len(stacked.shape) != 3:
+            if stacked is None or len(stacked.shape) != (3 if kind == "weight" else 2):
                 continue
             size = -(-stacked.shape[1] // len(parts))
             # One expert too many is enough for an error.
             for expert in range(min(stacked.shape[0], model.num_experts + 1)):
                 for index, part in enumerate(parts):
                     rows = slice(index * size, (index + 1) * size)
-                    found[f"{experts}.{expert}.{part}.weight"] = stacked.rows(expert, rows)
+                    found[f"{experts}.{expert}.{part}.{kind}"] = stacked.rows(expert, rows)
 
 
 def _expected_tensors(

@@ -51,6 +51,10 @@ class HFKeys(Struct):
     attention_bias: Annotated[bool | None, "add_qkv_bias"] = None
     attention_output_bias: Annotated[bool | None, "add_attention_output_bias"] = None
     mlp_bias: Annotated[bool | None, "add_mlp_bias"] = None
+    moe_bias: Annotated[bool | None, "add_moe_bias"] = None
+    quick_geglu: bool | None = None
+    swiglu_limit: Annotated[float | None, "activation_func_clamp_value"] = None
+    glu_linear_offset: float | None = None
     qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
     sliding_window: _Size | None = None
@@ -133,7 +137,10 @@ ROPE_FIELDS = {
         "beta_slow": "rope_beta_slow",
         "mscale": "rope_mscale",
         "mscale_all_dim": "rope_mscale_all_dim",
+        "truncate": "yarn_correction_range_round_to_int",
     },
 }
 """`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
-OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+UNUSUAL_KEYS = ("moe_bias", "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset")
+"""Keys that are written only for values that are not the defaults of their fields."""

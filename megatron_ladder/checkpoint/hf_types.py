@@ -61,7 +61,7 @@ UNREADABLE: dict[str, tuple[str, ...]] = {
     "gpt2": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
     "gpt_bigcode": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
     "gpt_neox": (_LAYER_NORM, _PLAIN_MLP),
-    "gpt_oss": (_SINKS, _WINDOWS, "experts with biases and clamped activations"),
+    "gpt_oss": (_SINKS, _WINDOWS),
     "gptj": (_LAYER_NORM, _PLAIN_MLP),
     "granite": (_MULTIPLIERS,),
     "granitemoe": (_MULTIPLIERS,),
@@ -139,7 +139,7 @@ class _Type:
     same: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are written with the same values for all models, and cannot have others."""
     keys: tuple[str, ...] = ()
-    """Other keys. Those of latent attention and of gates are written only for models that have them."""
+    """Other keys. Those of latent attention are written only for models that have it."""
     has_output_bias: bool = False
     """Whether `attention_bias` includes the output projection."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -219,7 +219,7 @@ TYPES = {
     ),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
-        experts=("num_experts", *_EXPERTS, *_SCORES, *GROUPS, "norm_topk_prob", "expert_layers"),
+        experts=("num_experts", *_EXPERTS, *_SCORES, *GROUPS, "norm_topk_prob", "expert_layers", "moe_bias"),
         constants={
             "auto_map": {
                 "AutoConfig": f"configuration_{OWN_TYPE}.MegatronLadderConfig",
@@ -230,7 +230,7 @@ TYPES = {
         },
         keys=(
             *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
-            *(*LATENT, "gated_attention"),
+            *(*LATENT, "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset"),
         ),
         partial_rotary_factor=1.0,
     ),

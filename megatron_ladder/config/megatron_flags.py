@@ -44,12 +44,9 @@ _RULES = {
     "use --rope-scaling yarn with --rotary-scaling-factor, and --rope-original-max-position-embeddings, which is 4096 "
     "by default in Megatron": "--rope-type=rope",
     "use --rope-scaling": "--rope-scaling-type",
-    "YaRN scales whole indices: leave it out": """
-        --yarn-correction-range-round-to-int! --no-yarn-correction-range-round-to-int""",
     "use --rope-scaling linear --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
-    "the activation is SwiGLU: leave it out": """
-        --openai-gelu --squared-relu --quick-geglu --activation-func-clamp-value --glu-linear-offset
-        --use-te-activation-func --use-fused-weighted-squared-relu""",
+    "the activation is SwiGLU, or with --quick-geglu another gated one: leave it out": """
+        --openai-gelu --squared-relu --use-te-activation-func --use-fused-weighted-squared-relu""",
     "norms are RMSNorm before each sub-block, in the precision of the run: leave it out": """
         --apply-layernorm-1p --apply-residual-connection-post-layernorm --fp32-residual-connection
         --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
@@ -369,8 +366,9 @@ _PREPROCESSING_RULES = {
 
 
 _EXCLUDED = {
+    "--swiglu": ("quick_geglu",),
     "--untie-embeddings-and-output-weights": ("tie_embeddings",),
-    "--disable-bias-linear": ("add_attention_output_bias", "add_mlp_bias"),
+    "--disable-bias-linear": ("add_attention_output_bias", "add_mlp_bias", "add_moe_bias"),
     "--use-distributed-optimizer": ("zero_stage 0",),
     "--overlap-grad-reduce": ("offload_optimizer cpu", "zero_stage 0", "zero_stage 2", "zero_stage 3"),
     "--overlap-param-gather": ("offload_optimizer cpu", "zero_stage 0", "zero_stage 2", "zero_stage 3"),

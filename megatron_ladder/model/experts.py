@@ -1,13 +1,13 @@
 """Routed experts: of E gated MLPs, each token uses the k that the router chooses for it.
 
-    scores   softmax or sigmoid of (x W_r^T), in fp32 at least, on every rank alike
+    scores   softmax or sigmoid of (x W_r^T + b_r), in fp32 at least, on every rank alike
     choice   the k highest scores (with a bias that only the choice sees; within the best groups of experts)
-    y        sum over the chosen experts e of  weight_e * down_e(silu(gate_e x) * up_e x)
+    y        sum over the chosen experts e of  weight_e * (down_e(silu(gate_e x) * up_e x) + b_e)
 
 Tokens are sorted by expert, so that each matrix multiplies one block of rows (`parallel/products.py`). A rank holds a
 part of the width of every expert, or whole experts; either way its y is a partial sum. So are all gradients inside: of
 the input, of the chosen weights, and so of the router's matrix, which all ranks hold; the last one is summed with those
-of the norms.
+of the norms. The biases b_e are no sums over ranks: each enters the partial sum of one rank, which has its gradient.
 
 Layouts: x [s, b, h]; n = s b tokens; scores [s, b, E]; rows of tokens sorted by expert [n k, ...].
 """
@@ -44,20 +44,22 @@ _PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.ATTENTION: Attentio
 
 
 class Router(ParallelModule):
-    """The matrix [E, h] of the router, and the bias that follows the loads of the experts.
+    """The matrix [E, h] of the router, its bias [E] if it has one, and the bias that follows the loads of the experts.
 
     Attributes:
         expert_bias: what the choice adds to the scores, [E] fp32, or None.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     expert_bias: Tensor | None
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build)
-        weight = branch.router["weight"]
-        # Each rank has the gradient of its part of the experts' outputs.
-        self.add_parameter("weight", [weight], build, is_partial=True)
+        for name in ("weight", "bias"):
+            tensors = [branch.router[name]] if name in branch.router else []
+            # Each rank has the gradient of its part of the experts' outputs.
+            self.add_parameter(name, tensors, build, is_partial=True)
         if "expert_bias" in branch.router:
             self.add_state("expert_bias", branch.router["expert_bias"], build)
         else:
@@ -65,26 +67,34 @@ class Router(ParallelModule):
 
     def forward(self, x: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
         """[s, b, h] -> logits [s, b, E] in fp32, or fp64 for an fp64 model."""
-        return linear(x, self.weight, None, input_gradient, wide=True)
+        return linear(x, self.weight, self.bias, input_gradient, wide=True)
 
 
 class _ExpertMatrices(ParallelModule):
-    """The stacked matrices of all experts that this rank holds, or its part of the width of each."""
+    """The stacked matrices of all experts that this rank holds, or its part of the width of each, and their biases."""
 
     gate: nn.Parameter
     up: nn.Parameter
     down: nn.Parameter
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build)
         self.swiglu = build.operations.swiglu
         whole = build.experts.sharding == "experts"
         for name, matrix in (*branch.inputs.items(), ("down", branch.output)):
-            weight = replace(matrix.weight, sharded_dim=0) if whole else matrix.weight
-            self.add_parameter(name, [weight], build)
+            for attribute, tensor in ((name, matrix.weight), (f"{name}_bias", matrix.bias)):
+                tensors = [] if tensor is None else [replace(tensor, sharded_dim=0) if whole else tensor]
+                # Of biases that all ranks hold, each rank adds some.
+                self.add_parameter(attribute, tensors, build, is_partial=True)
         self.first = self.sections["gate"][0].start if whole else 0
         self.count = self.gate.shape[0]
         self.has_all = self.count == build.config.num_experts
+        rank, ranks = self.group.rank, self.group.size
+        first, last = (build.config.num_experts * each // ranks for each in (rank, rank + 1))
+        self.added_biases = range(first, last)
         self.kept_rows = kept_expert_rows(build.config.num_experts // self.count)
 
     def forward(
@@ -93,8 +103,19 @@ class _ExpertMatrices(ParallelModule):
         """x [s, b, h], and the experts and weights of each token [s, b, k], -> this rank's part of y [s, b, h]."""
         rows = SortedRows.of(chosen, self.first, self.count, self.has_all)
         kept_rows = math.ceil(self.kept_rows * chosen.numel())
-        matrices = ExpertWeights(self.gate, self.up, self.down)
-        return run_experts(x, matrices, weights, ExpertPass(rows, kept_rows, self.swiglu, input_gradient))
+        matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias)
+        partial = run_experts(x, matrices, weights, ExpertPass(rows, kept_rows, self.swiglu, input_gradient))
+        if self.down_bias is None:
+            return partial
+        return partial + self._weigh_biases(chosen, weights) @ self.down_bias
+
+    def _weigh_biases(self, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the factor of each expert's down bias that this rank adds for each token, [s, b, local experts]."""
+        is_added = (chosen >= self.added_biases.start) & (chosen < self.added_biases.stop)
+        # One column more, for experts whose biases other ranks add.
+        columns = torch.where(is_added, chosen - self.first, self.count)
+        factors = weights.new_zeros(*chosen.shape[:-1], self.count + 1).scatter(-1, columns, weights)
+        return factors[..., :-1].to(self.down.dtype)
 
 
 class _RoutedExperts(nn.Module):

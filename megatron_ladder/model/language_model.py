@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         device = device or torch.device("cpu")
         chunks = [range(config.num_layers)] if chunks is None else chunks
-        ops = options.operations
+        ops = options.operations.for_model(config)
         self.gradient_sink = GradientSink()
         product = ops.linear or partial(linear, sink=self.gradient_sink)
         build = BuildContext(mesh, dtype, device, product, config=config, operations=ops, experts=experts)

@@ -129,9 +129,17 @@ def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
     )
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+_QUICK_GELU_SLOPE = 1.702
+
+
+def _swiglu(gate_up: Tensor, quick_gelu: bool = False, limit: float | None = None, offset: float = 0.0) -> Tensor:
+    """[..., 2 n] -> [..., n]; see `quick_geglu` and the flags after it in `ModelTraits`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if offset:
+        up = up + offset
+    return (gate * torch.sigmoid(_QUICK_GELU_SLOPE * gate) if quick_gelu else F.silu(gate)) * up
 
 
 @dataclass(frozen=True)
@@ -149,9 +157,18 @@ class Operations:
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = _attend
     gate: Callable[[Tensor, Tensor], Tensor] = _gate
     """(attended [..., n], gate [..., n]) -> [..., n], the output gate."""
-    swiglu: Callable[[Tensor], Tensor] = _swiglu
+    swiglu: Callable[..., Tensor] = _swiglu
+    """gates and ups [..., 2 n] -> [..., n]; other arguments are those of the model, which `for_model` binds."""
     linear: LinearFunction | None = None
     """Replaces the product of layers with their matrices."""
+
+    def for_model(self, config: ModelConfig) -> "Operations":
+        """Return the operations with the activation of a model."""
+        arguments = config.quick_geglu, config.activation_func_clamp_value, config.glu_linear_offset
+        if arguments == (False, None, 0.0):
+            return self
+        quick_gelu, limit, offset = arguments
+        return replace(self, swiglu=partial(self.swiglu, quick_gelu=quick_gelu, limit=limit, offset=offset))
 
 
 BALANCING_LOSS, ROUTER_Z_LOSS = "load balancing loss", "router z loss"

@@ -26,7 +26,7 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
     original/low, keeps those below original/high, and interpolates linearly in original/wavelength between. `yarn`
     (arXiv 2309.00071) keeps those of at least beta_fast turns in the original positions, divides those of at most
-    beta_slow turns, and interpolates linearly in j between.
+    beta_slow turns, and interpolates linearly in j between, by default between whole indices.
     """
     width = config.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
@@ -46,15 +46,17 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     return (1 - unscaled_part) * frequencies / config.rope_scaling_factor + unscaled_part * frequencies
 
 
-def _yarn_range(config: ModelConfig) -> tuple[int, float]:
+def _yarn_range(config: ModelConfig) -> tuple[float, float]:
     """Return the indices j of the last frequency that YaRN keeps, and of the first one that it scales in full."""
 
     def index_of(turns: float) -> float:
         length = config.rope_original_max_position_embeddings / (2 * math.pi)
         return config.rotary_dim * math.log(length / turns) / (2 * math.log(config.rotary_base))
 
-    first = max(math.floor(index_of(config.rope_beta_fast)), 0)
-    last = min(math.ceil(index_of(config.rope_beta_slow)), config.rotary_dim - 1)
+    first, last = index_of(config.rope_beta_fast), index_of(config.rope_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
     return first, last + 0.001 if first == last else last
 
 

@@ -122,7 +122,7 @@ class _Product(Function):
         # Recomputation saves another tensor than the parameter.
         ctx.add = None if add is None else functools.partial(add, weight)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-        return F.linear(x.to(dtype), weight.to(dtype), bias)
+        return F.linear(x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,6 +240,12 @@ class SortedRows(NamedTuple):
         """Index of the token of each sorted row."""
         return self.order // self.shape[-1]
 
+    @property
+    def experts(self) -> Tensor:
+        """Index of the local expert of each sorted row; that of any for rows of other ranks."""
+        rows = torch.arange(len(self.order), dtype=torch.int32, device=self.order.device)
+        return torch.searchsorted(self.offsets, rows, right=True).clamp(max=len(self.offsets) - 1)
+
     def sort(self, values: Tensor) -> Tensor:
         """Values of the choices [..., k] -> those of the sorted rows [n k]."""
         return values.flatten()[self.order]
@@ -302,8 +308,14 @@ def _multiply_outer(left: Tensor, right: Tensor, sorted_rows: SortedRows) -> Ten
     return product
 
 
+def _sum_by_expert(rows: Tensor, sorted_rows: SortedRows) -> Tensor:
+    """Sorted rows [n k, out] -> their sum for each expert [E, out], in a fixed order."""
+    ones = rows.new_ones(len(rows), _ALIGNMENT // rows.element_size())
+    return _multiply_outer(rows, ones, sorted_rows)[..., 0]
+
+
 class ExpertWeights(NamedTuple):
-    """The stacked matrices of this rank's experts."""
+    """The stacked matrices of this rank's experts, and the biases that they have."""
 
     gate: Tensor
     """[E, f, h]"""
@@ -311,6 +323,10 @@ class ExpertWeights(NamedTuple):
     """[E, f, h]"""
     down: Tensor
     """[E, h, f]"""
+    gate_bias: Tensor | None = None
+    """[E, f]"""
+    up_bias: Tensor | None = None
+    """[E, f]"""
 
 
 class ExpertPass(NamedTuple):
@@ -336,27 +352,28 @@ class _Experts(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
         weights: Tensor,
         expert_pass: ExpertPass,
+        *matrices: Any,
     ) -> Tensor:
         sorted_rows, kept_rows, swiglu, input_gradient = expert_pass
-        gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], gate, up, sorted_rows)
+        experts = ExpertWeights(*matrices)
+        gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], experts, sorted_rows)
         saved_gate_up = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
         inputs = (x,) if input_gradient is None else input_gradient.use(x, trains=True)
-        ctx.save_for_backward(gate, up, down, weights, saved_gate_up, *inputs)
+        ctx.save_for_backward(*experts, weights, saved_gate_up, *inputs)
         ctx.expert_pass = expert_pass
         inner = swiglu(gate_up)
         del gate_up
         weighted = inner * sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
-        return sorted_rows.sum_by_token(_multiply(weighted, down.transpose(1, 2), sorted_rows))
+        return sorted_rows.sum_by_token(_multiply(weighted, experts.down.transpose(1, 2), sorted_rows))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, down, weights, saved_gate_up, *inputs = ctx.saved_tensors
+        gate, up, down, gate_bias, up_bias, weights, saved_gate_up, *inputs = ctx.saved_tensors
+        experts = ExpertWeights(gate, up, down, gate_bias, up_bias)
         sorted_rows, _, swiglu, input_gradient = ctx.expert_pass
+        needs_x, _, _, needs_gate, needs_up, needs_down, *need_biases = ctx.needs_input_grad
 
         def sorted_inputs() -> Tensor:
             x: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
@@ -365,18 +382,17 @@ class _Experts(Function):
         gate_up = saved_gate_up
         saved_rows = len(saved_gate_up)
         if saved_rows < len(sorted_rows.order):
-            rest = _multiply_inputs(sorted_inputs()[saved_rows:], gate, up, sorted_rows.after(saved_rows))
+            rest = _multiply_inputs(sorted_inputs()[saved_rows:], experts, sorted_rows.after(saved_rows))
             gate_up = torch.cat([saved_gate_up, rest])
         grad_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
         grad_gate_up, grad_down, grad_row_weights = _differentiate(
-            grad_rows, gate_up, down, row_weights, sorted_rows, swiglu, ctx.needs_input_grad[3]
+            grad_rows, gate_up, down, row_weights, sorted_rows, swiglu, needs_down
         )
         grad_weights = grad_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
         del grad_rows, gate_up
         grad_gate, grad_up = (part.contiguous() for part in grad_gate_up.chunk(2, dim=-1))
         del grad_gate_up
-        needs_x, *need_inputs = ctx.needs_input_grad[:3]
         grad_x: Tensor | None = None
         if needs_x:
             grad_x = sorted_rows.sum_by_token(
@@ -385,12 +401,16 @@ class _Experts(Function):
         if needs_x and input_gradient is not None:
             input_gradient.add(grad_x)
             grad_x = None
-        rows = sorted_inputs() if any(need_inputs) else None
+        rows = sorted_inputs() if needs_gate or needs_up else None
         grad_inputs = [
             _multiply_outer(part, rows, sorted_rows) if is_needed and rows is not None else None
-            for part, is_needed in zip((grad_gate, grad_up), need_inputs, strict=True)
+            for part, is_needed in ((grad_gate, needs_gate), (grad_up, needs_up))
         ]
-        return (grad_x, *grad_inputs, grad_down, grad_weights, None)
+        grad_biases = [
+            _sum_by_expert(part, sorted_rows) if is_needed else None
+            for part, is_needed in zip((grad_gate, grad_up), need_biases, strict=True)
+        ]
+        return (grad_x, grad_weights, None, *grad_inputs, grad_down, *grad_biases)
 
 
 def _differentiate(
@@ -417,15 +437,19 @@ def _differentiate(
     return grad_gate_up, grad_down, grad_row_weights
 
 
-def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows) -> Tensor:
-    """Multiply sorted rows [n k, h] with gate and up; return the products side by side, [n k, 2 f]."""
-    return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)
+def _multiply_inputs(rows: Tensor, experts: ExpertWeights, sorted_rows: SortedRows) -> Tensor:
+    """Multiply sorted rows [n k, h] with gate and up; return the biased products side by side, [n k, 2 f]."""
+    products = []
+    for weight, bias in ((experts.gate, experts.gate_bias), (experts.up, experts.up_bias)):
+        product = _multiply(rows, weight.transpose(1, 2), sorted_rows)
+        products.append(product if bias is None else product.add_(bias[sorted_rows.experts]))
+    return torch.cat(products, dim=-1)
 
 
-def run_experts(x: Tensor, matrices: ExpertWeights, weights: Tensor, expert_pass: ExpertPass) -> Tensor:
+def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, expert_pass: ExpertPass) -> Tensor:
     """Return the sum of each token's experts [..., h], weighted with `weights` [..., k], for x [..., h].
 
-    An expert is down @ swiglu([gate @ x, up @ x]).
+    An expert is down @ swiglu([gate @ x + gate_bias, up @ x + up_bias]).
     """
-    result: Tensor = _Experts.apply(x, *matrices, weights, expert_pass)
+    result: Tensor = _Experts.apply(x, weights, expert_pass, *experts)
     return result

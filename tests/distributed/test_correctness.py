@@ -64,7 +64,24 @@ GLM: dict[str, Any] = {
     "moe_router_group_topk": 2,
     "rotary_percent": 0.5,
 }
+GPT_OSS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_layers": (0, 2, 3),
+    "add_moe_bias": True,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 0.4,
+    "glu_linear_offset": 1.0,
+}
+"""Its gates are often above the bound, and some of what they multiply is on each side of it."""
 SHARED = GLM | {"moe_layers": ALL, "moe_router_unnormalized": True, "moe_router_score_function": "softmax"}
+SHARED_BIASED = {
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_router_unnormalized": True,
+    "moe_router_topk_scaling_factor": 1.5,
+    "add_mlp_bias": True,
+}
 
 
 def late(mode: str, layers: tuple[int, ...] = ALL, staleness: int = 1, **more: Any) -> dict[str, Any]:
@@ -82,12 +99,14 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel-2": late("ladder-parallel", (0, 1, 2), 2),
     "experts": GLM,
     "experts-ladder": late("ladder", **QWEN),
+    "experts-biased": late("ladder", (1, 2, 3), 2, **GPT_OSS),
     "experts-parallel": {**GLM, "residual_mode": "parallel"},
     "experts-ladder-parallel": late("ladder-parallel", **SHARED),
     "experts-ladder-attention": late("ladder-attention", (0, 1, 3), **QWEN),
     "farskip": late("farskip", **SHARED),
     "farskip-dense": late("farskip", **GLM | {"moe_layers": (0, 2)}),
     "farskip-hybrid": late("farskip", (0, 2), **SHARED),
+    "farskip-biased": late("farskip", (0, 2), **GPT_OSS | SHARED_BIASED),
     "farskip-routed-only": late("farskip", (1, 2, 3), **QWEN),
     "shortcut": late("shortcut", **GLM),
     "shortcut-hybrid": late("shortcut", (1, 2), **SHARED),
@@ -107,6 +126,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_beta_fast": 2.0,
         "rope_mscale": 0.7,
         "rope_mscale_all_dim": 1.2,
+    },
+    "clipped": {
+        "activation_func_clamp_value": 0.4,
+        "glu_linear_offset": -0.5,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_position_embeddings": 16,
+        "rope_beta_fast": 2.0,
+        "yarn_correction_range_round_to_int": False,
     },
     "multi-head": {
         "num_key_value_heads": 4,
@@ -295,7 +323,7 @@ def test_every_wiring_and_layout(
     ("name", "feature", "recompute", "cuts", "micro_batches", "overlap"),
     pairwise(
         list(OWN_STREAMS),
-        ["biases", "qwen", "multi-head"],
+        ["biases", "qwen", "multi-head", "clipped"],
         RECOMPUTED,
         CUTS,
         {"one": 1, "accumulated": 2},

@@ -29,6 +29,7 @@ def hf_name(name: str) -> str:
         (".mlp_norm_2.", ".post_attention_layernorm_2."),
         (".attention_2.", ".self_attn_2."),
         (".router.weight", ".mlp.gate.weight"),
+        (".router.bias", ".mlp.gate.bias"),
         (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
         (".experts.", ".mlp.experts."),
         (".shared_expert.", ".mlp.shared_experts."),

@@ -85,8 +85,8 @@ def inverse_frequencies(config: Any) -> list[float]:
     none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
     2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
     below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength. yarn (Peng et
-    al., arXiv 2309.00071): as in DeepSeek's code, linearly in i between the indices, rounded outwards, that turn
-    beta_fast and beta_slow times in L positions.
+    al., arXiv 2309.00071): as in DeepSeek's code, linearly in i between the indices that turn beta_fast and beta_slow
+    times in L positions, rounded outwards unless as in gpt-oss.
     """
     rotated = config.rotary_width
     plain = [config.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
@@ -116,7 +116,9 @@ def _yarn_ramp(config: Any, rotated: int) -> list[float]:
         rotated / 2 * math.log(length / (2 * math.pi * beta), base)
         for beta in (config.rope_beta_fast, config.rope_beta_slow)
     )
-    low, high = max(0.0, math.floor(fast)), min(rotated - 1.0, math.ceil(slow))
+    if config.yarn_correction_range_round_to_int:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    low, high = max(0.0, fast), min(rotated - 1.0, slow)
     if low == high:
         high += 0.001
     return [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(rotated // 2)]

@@ -109,7 +109,8 @@ def routed_experts(
     token_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum over each token's experts, for a normed stream."""
-    logits = x @ weights[f"{layer}.router.weight"].T
+    no_biases = x.new_zeros(config.num_experts, 1)
+    logits = x @ weights[f"{layer}.router.weight"].T + weights.get(f"{layer}.router.bias", x.new_zeros(()))
     scores = torch.softmax(logits, -1) if config.moe_router_score_function == "softmax" else torch.sigmoid(logits)
     biased = scores.detach()
     if config.moe_router_enable_expert_bias:
@@ -126,9 +127,20 @@ def routed_experts(
         balancing, z_loss = auxiliary_loss(scores, chosen, counted, config), router_z_loss(logits[counted], config)
         record.append(Routed(layer, balancing, z_loss, loads))
     gate, up, down = (weights[f"{layer}.experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    gates = torch.einsum("bsh,efh->bsef", x, gate)
-    neurons = gates * torch.sigmoid(gates) * torch.einsum("bsh,efh->bsef", x, up)
-    return torch.einsum("bse,bsef,ehf->bsh", of_chosen, neurons, down)
+    biases = {name: weights.get(f"{layer}.experts.{name}_proj.bias", no_biases) for name in ("gate", "up", "down")}
+    gates = torch.einsum("bsh,efh->bsef", x, gate) + biases["gate"]
+    ups = torch.einsum("bsh,efh->bsef", x, up) + biases["up"]
+    outputs = torch.einsum("bsef,ehf->bseh", gated_units(gates, ups, config), down) + biases["down"]
+    return torch.einsum("bse,bseh->bsh", of_chosen, outputs)
+
+
+def gated_units(gates: Tensor, ups: Tensor, config: Any) -> Tensor:
+    """Return what gates let through: SiLU, or gpt-oss's unit, whose gates have no lower bound."""
+    if config.activation_func_clamp_value is not None:
+        limit = torch.tensor(config.activation_func_clamp_value, dtype=gates.dtype)
+        gates, ups = torch.minimum(gates, limit), torch.maximum(torch.minimum(ups, limit), -limit)
+    slope = 1.702 if config.quick_geglu else 1.0
+    return gates * torch.sigmoid(slope * gates) * (ups + config.glu_linear_offset)
 
 
 def choice(biased: Tensor, config: Any) -> Tensor:

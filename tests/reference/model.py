@@ -24,7 +24,7 @@ from tests.reference.attention import (
     rotary_magnitude,
 )
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
-from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, layer_kinds, routed_experts
+from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, gated_units, layer_kinds, routed_experts
 
 Weights = Mapping[str, Tensor]
 
@@ -51,10 +51,16 @@ class ReferenceConfig:
     rope_beta_slow: float = 1.0
     rope_mscale: float = 1.0
     rope_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
     tie_embeddings: bool = False
     add_qkv_bias: bool = False
     add_attention_output_bias: bool = False
     add_mlp_bias: bool = False
+    add_moe_bias: bool = False
+    """Of routed experts and their router."""
+    quick_geglu: bool = False
+    activation_func_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0
     qk_layernorm: bool = False
     attention_output_gate: bool = False
     kv_lora_rank: int = 0
@@ -165,10 +171,14 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
     def add_experts(prefix: str) -> None:
         experts, width = config.num_experts, config.moe_ffn_hidden_size
         shapes[f"{prefix}.router.weight"] = (experts, h)
+        if config.add_moe_bias:
+            shapes[f"{prefix}.router.bias"] = (experts,)
         if config.moe_router_enable_expert_bias:
             shapes[f"{prefix}.router.expert_bias"] = (experts,)
         for name, matrix in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
             shapes[f"{prefix}.experts.{name}_proj.weight"] = (experts, *matrix)
+            if config.add_moe_bias:
+                shapes[f"{prefix}.experts.{name}_proj.bias"] = (experts, matrix[0])
         if config.moe_shared_expert_intermediate_size:
             add_mlp(f"{prefix}.shared_expert", config.moe_shared_expert_intermediate_size)
 
@@ -371,7 +381,7 @@ def _sub_blocks(
         return lambda normed: _attention(weights, f"{prefix}.{name}", config, normed, sight)
 
     def mlp(name: str) -> SubBlock:
-        return lambda normed: _mlp(weights, f"{prefix}.{name}", normed)
+        return lambda normed: _mlp(weights, f"{prefix}.{name}", config, normed)
 
     def routed(normed: Tensor) -> Tensor:
         token_mask = None if sight is None else sight.token_mask
@@ -400,9 +410,9 @@ def _sub_blocks(
     return {kind: sub_block(*parts[kind]) for kind in layer_kinds(config, layer)}
 
 
-def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
+def _mlp(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor) -> Tensor:
     gate, up = linear(weights, f"{prefix}.gate_proj", x), linear(weights, f"{prefix}.up_proj", x)
-    return linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
+    return linear(weights, f"{prefix}.down_proj", gated_units(gate, up, config))
 
 
 def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None) -> Tensor:

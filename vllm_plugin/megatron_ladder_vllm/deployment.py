@@ -130,6 +130,11 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
             f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
             "in flight; use ngram, suffix, eagle or draft_model"
         )
+    if config.moe_bias or not config.has_swiglu:
+        yield (
+            "moe_bias, quick_geglu, swiglu_limit or glu_linear_offset: the plugin cannot serve biases of experts, nor "
+            "other activations than SwiGLU; use tools/generate.py"
+        )
     rope = config.rope_parameters or {}
     length = vllm_config.model_config.max_model_len
     positions = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))

@@ -22,6 +22,10 @@ class MegatronLadderConfig(PreTrainedConfig):
 
     Attributes:
         attention_output_bias: whether the attention's output projection has a bias.
+        moe_bias: whether the projections of routed experts and the router have biases.
+        quick_geglu: whether gates are `x sigmoid(1.702 x)` instead of SiLU, in MLPs and experts.
+        swiglu_limit: bound from above of the inputs of gates, and on both sides of what they multiply; None for none.
+        glu_linear_offset: number that is added to what gates multiply.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
         kv_lora_rank: width of the latent of keys and values; None: attention is not latent.
         gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
@@ -68,6 +72,10 @@ class MegatronLadderConfig(PreTrainedConfig):
     attention_output_bias: bool = False
     attention_dropout: float = 0.0
     mlp_bias: bool = False
+    moe_bias: bool = False
+    quick_geglu: bool = False
+    swiglu_limit: float | None = None
+    glu_linear_offset: float = 0.0
     qk_norm: bool = False
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
@@ -123,8 +131,8 @@ class MegatronLadderConfig(PreTrainedConfig):
         if self.num_experts:
             experts = {key: how for key, how in Glm4MoeConfig.base_model_tp_plan.items() if "expert" in key}
             self.base_model_tp_plan = {**self.base_model_tp_plan, **experts}
-        if self.lane_count:
-            # A plan would shard the heads of one lane.
+        if self.lane_count or self.moe_bias:
+            # A plan would shard the heads of one lane, and add biases of experts on every rank.
             self.base_model_tp_plan = None
         super().__init__(**kwargs)
 
@@ -142,6 +150,11 @@ class MegatronLadderConfig(PreTrainedConfig):
     def lane_count(self) -> int:
         """The number of lanes, or of ranks of desync, that read different streams; 0 if there are none."""
         return self.lanes or self.desync_tp or 0
+
+    @property
+    def has_swiglu(self) -> bool:
+        """Whether the activation is SwiGLU, without bound and offset."""
+        return not self.quick_geglu and self.swiglu_limit is None and self.glu_linear_offset == 0
 
     @property
     def attentions_per_layer(self) -> int:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import initialization as init
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -41,8 +42,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from .configuration_megatron_ladder import MegatronLadderConfig, norm_name
 
-# Files have one tensor for each matrix of an expert, as those of Qwen3-MoE.
-_FILES = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
+# Files have one tensor for each matrix of an expert, as those of Qwen3-MoE, and for each bias.
+_GATE, _UP, _DOWN = (f"mlp.experts.*.{name}_proj.bias" for name in ("gate", "up", "down"))
+_FILES = [
+    *conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe"),
+    WeightConverter([_GATE, _UP], "mlp.experts.gate_up_bias", operations=[MergeModulelist(dim=0), Concatenate(dim=1)]),
+    WeightConverter(_DOWN, "mlp.experts.down_bias", operations=[MergeModulelist(dim=0)]),
+]
 conversion_mapping.register_checkpoint_conversion_mapping(MegatronLadderConfig.model_type, _FILES, overwrite=True)
 
 
@@ -151,6 +157,45 @@ def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     return attention
 
 
+def _gated(config: MegatronLadderConfig, gate: Tensor, up: Tensor) -> Tensor:
+    """Return what the gates let through."""
+    if config.swiglu_limit is not None:
+        gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
+    open_part = gate * torch.sigmoid(1.702 * gate) if config.quick_geglu else nn.functional.silu(gate)
+    return open_part * (up + config.glu_linear_offset)
+
+
+class MegatronLadderMLP(LlamaMLP):
+    """An MLP with the activation of the configuration."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(_gated(self.config, self.gate_proj(x), self.up_proj(x)))
+
+
+class MegatronLadderExperts(Qwen3MoeExperts):
+    """Experts with the activation of the configuration, and biases if it has them."""
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        super().__init__(config)
+        for name, width in (("gate_up_bias", 2 * self.intermediate_dim), ("down_bias", self.hidden_dim)):
+            bias = nn.Parameter(torch.empty(self.num_experts, width)) if config.moe_bias else None
+            self.register_parameter(name, bias)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Tokens [n, h], their experts and these experts' weights [n, k] -> [n, h]."""
+        output = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            tokens, ranks = torch.where(chosen == expert)
+            biases = [None if bias is None else bias[expert] for bias in (self.gate_up_bias, self.down_bias)]
+            gate, up = nn.functional.linear(x[tokens], self.gate_up_proj[expert], biases[0]).chunk(2, dim=-1)
+            of_expert = nn.functional.linear(_gated(self.config, gate, up), self.down_proj[expert], biases[1])
+            output.index_add_(0, tokens, (of_expert * weights[tokens, ranks, None]).to(output.dtype))
+        return output
+
+
 class MegatronLadderRouter(nn.Module):
     """Chooses the experts of each token, computing in float32 as in training."""
 
@@ -158,13 +203,15 @@ class MegatronLadderRouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.moe_bias else None
         if config.use_expert_bias:
             self.e_score_correction_bias = nn.Buffer(torch.zeros(config.num_experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] -> the chosen experts [n, k] and their weights [n, k]."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
-        logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits = nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
         uses_softmax = config.scoring_func == "softmax"
         scores = logits.softmax(-1) if uses_softmax else logits.sigmoid()
         choice = scores + self.e_score_correction_bias if config.use_expert_bias else scores
@@ -181,16 +228,21 @@ class MegatronLadderRouter(nn.Module):
         return chosen, weights * config.routed_scaling_factor
 
 
+def _mlp(config: MegatronLadderConfig) -> nn.Module:
+    return (LlamaMLP if config.has_swiglu else MegatronLadderMLP)(config)
+
+
 def _feed_forward(config: MegatronLadderConfig, layer: int) -> nn.Module:
     """Return the MLP of a layer, its experts, or both."""
     is_dense = any("mlp" in one.kind.branches for one in config.wired_layers()[layer])
-    module = LlamaMLP(config) if is_dense else nn.Module()
+    module = _mlp(config) if is_dense else nn.Module()
     if layer in config.expert_layers:
-        module.gate, module.experts = MegatronLadderRouter(config), Qwen3MoeExperts(config)
+        experts = Qwen3MoeExperts if config.has_swiglu and not config.moe_bias else MegatronLadderExperts
+        module.gate, module.experts = MegatronLadderRouter(config), experts(config)
         if config.shared_expert_intermediate_size:
             of_shared = copy.copy(config)
             of_shared.intermediate_size = config.shared_expert_intermediate_size
-            module.shared_experts = LlamaMLP(of_shared)
+            module.shared_experts = _mlp(of_shared)
     return module
 
 
@@ -212,7 +264,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             _divide_into_lanes(self.mlp, self.lanes)
         self.sub_blocks = config.wired_layers()[layer_idx]
         if attentions > 1:
-            self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), LlamaMLP(config)
+            self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), _mlp(config)
         for one in self.sub_blocks:
             shape = config.hidden_size if one.reads_shared else (self.lanes, config.hidden_size)
             # Experts and MLP of a layer share a norm.
@@ -292,8 +344,8 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, MegatronLadderRouter | Qwen3MoeExperts):
-            for weight in module.parameters(recurse=False):
-                init.normal_(weight, mean=0.0, std=self.config.initializer_range)
+            for name, weight in module.named_parameters(recurse=False):
+                init.normal_(weight, mean=0.0, std=0.0 if "bias" in name else self.config.initializer_range)
             for bias in module.buffers(recurse=False):
                 init.zeros_(bias)
 

@@ -172,6 +172,7 @@ READ_BY_PART = {"train_data_path", "valid_data_path"}
 """Fields that the loader reads by the name of a part."""
 
 CONTRADICTED = {
+    "--swiglu": "--quick-geglu",
     "--untie-embeddings-and-output-weights": "--tie-embeddings",
     "--disable-bias-linear": "--add-mlp-bias",
     "--no-pipeline-parallel": "--pipeline-model-parallel-size 2",

@@ -31,6 +31,9 @@ SCALES = {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 DESYNC = {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
+CLIPPED = {"activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0}
+GPT_OSS = EXPERTS | CLIPPED | {"add_moe_bias": True, "quick_geglu": True}
+NOT_ROUNDED = YARN | {"yarn_correction_range_round_to_int": False}
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -62,6 +65,14 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
             ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
             ("megatron_ladder", HYBRID | BIASES | ROPE),
             ("megatron_ladder", HYBRID | YARN),
+            ("llama", NOT_ROUNDED),
+            ("megatron_ladder", GPT_OSS | HYBRID | NOT_ROUNDED),
+            (
+                "megatron_ladder",
+                GPT_OSS | UPPER | {"residual_mode": "farskip", "moe_shared_expert_intermediate_size": 8},
+            ),
+            ("megatron_ladder", HYBRID | CLIPPED | {"lanes": 2}),
+            ("megatron_ladder", EXPERTS | {"add_moe_bias": True}),
         ],
         5,
     ),

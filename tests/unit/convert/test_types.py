@@ -50,7 +50,6 @@ FEATURES = {
     "scaled logits": r"logit_scale",
     "clipped queries, keys and values": r"clip_qkv",
     "a sparse mixer of experts": r"sparsemixer",
-    "experts with biases and clamped activations": r"gate_up_proj_bias.*clamp",
     "experts whose inputs are weighted instead of their outputs": r"routed_in = routed_in \* router_scores",
     "experts that compute nothing": r"zero_expert",
 }

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.model.rotary import rotary_table
@@ -37,16 +38,18 @@ def of_transformers(config: ModelConfig, **more: Any) -> tuple[torch.Tensor, flo
         "original_max_position_embeddings": config.rope_original_max_position_embeddings,
         "beta_fast": config.rope_beta_fast,
         "beta_slow": config.rope_beta_slow,
+        "truncate": config.yarn_correction_range_round_to_int,
         **more,
     }
     theirs = LlamaConfig(head_dim=config.head_dim, max_position_embeddings=16384, rope_parameters=rope)
     return ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("rounded", [True, False])
 @pytest.mark.parametrize("changes", RANGES)
-def test_frequencies_of_yarn(changes: dict[str, Any]) -> None:
+def test_frequencies_of_yarn(changes: dict[str, Any], rounded: bool) -> None:
     values = {"rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 4096, **changes}
-    config = small_model(rope_scaling="yarn", **values)
+    config = small_model(rope_scaling="yarn", yarn_correction_range_round_to_int=rounded, **values)
     frequencies, magnitude = of_transformers(config)
     # Of position 1, in fp64, so that the angle follows from its sine and cosine.
     table = rotary_table(config, torch.ones(1, 1), torch.float64)
@@ -54,6 +57,18 @@ def test_frequencies_of_yarn(changes: dict[str, Any]) -> None:
     assert torch.hypot(cos, sin).allclose(torch.tensor(magnitude, dtype=torch.float64), rtol=1e-12)
     angles = torch.atan2(sin, cos)[config.rotary_dim // 2 :]
     assert angles.allclose(frequencies.double(), rtol=1e-6, atol=0)
+
+
+def test_the_rotary_embedding_of_gpt_oss() -> None:
+    yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 32.0, "rope_original_max_position_embeddings": 4096}
+    config = small_model(head_dim=64, rotary_base=150000.0, yarn_correction_range_round_to_int=False, **yarn)
+    positions = torch.tensor([[0, 1, 100, 5000, 131071]])
+    found = rotary_table(config, positions.t(), torch.float32)
+    cos, sin = GptOssRotaryEmbedding(GptOssConfig())(torch.empty(0), positions)
+    for table, theirs in ((found.cos, cos), (found.sin, sin)):
+        # A far position multiplies the last bit of a frequency.
+        assert table[:, 0, 0, 32:].allclose(theirs[0], rtol=0, atol=131071 * 2**-23)
+        assert table[:-1, 0, 0, 32:].allclose(theirs[0, :-1], rtol=0, atol=5000 * 2**-23)
 
 
 @pytest.mark.parametrize(("mscale", "mscale_all_dim"), [(1.0, 1.0), (0.707, 0.707), (0.5, 1.0), (1.3, 0.2)])
