@@ -28,8 +28,9 @@ class ModelFlops:
         s = self.sequence_length
         flops: list[int] = []
         for layer in layer_tensors(self.model):
-            branches = itertools.chain.from_iterable(sub_block.branches for sub_block in layer)
-            flops.append(sum(2 * s * (branch.weights_per_token() + s * branch.score_width) for branch in branches))
+            branches = [*itertools.chain.from_iterable(sub_block.branches for sub_block in layer)]
+            of_matrices = sum(2 * s * branch.weights_per_token() for branch in branches)
+            flops.append(of_matrices + sum(int(branch.mixer.flops(s, s)) for branch in branches if branch.mixer))
         return tuple(flops)
 
     @property

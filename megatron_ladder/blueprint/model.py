@@ -1,11 +1,12 @@
 """A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder, and its checks."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megatron_ladder.blueprint.mixers.mixer import Mixer, StateSpec
+from megatron_ladder.blueprint.mixers.table import MIXERS
 from megatron_ladder.blueprint.model_flags import (
     CHOICES,
     FLAG_CHECKS,
@@ -68,51 +69,14 @@ class ModelConfig(ModelTraits):
         return self.wiring.stream == "shared" and not self.lanes
 
     @property
-    def is_latent(self) -> bool:
-        """Whether keys and values are computed from a latent."""
-        return self.kv_lora_rank > 0
-
-    @property
-    def rotary_dim(self) -> int:
-        """Width of the rotated part of a query."""
-        return self.qk_rope_head_dim if self.is_latent else int(self.head_dim * self.rotary_percent)
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a head's value."""
-        return self.v_head_dim if self.is_latent else self.head_dim
-
-    @property
-    def attention_factor(self) -> float:
-        """The factor on cosines and sines: 1 except with YaRN (arXiv 2309.00071)."""
-        if self.rope_scaling != "yarn":
-            return 1.0
-        factor = self.rope_scaling_factor
-        return yarn_mscale(factor, self.rope_mscale) / yarn_mscale(factor, self.rope_mscale_all_dim)
-
-    @property
-    def softmax_scale(self) -> float:
-        """The factor on the scores of attention; that of latent attention includes YaRN's m(mscale_all_dim)^2."""
-        mscale = yarn_mscale(self.rope_scaling_factor, self.rope_mscale_all_dim) if self.is_latent else 1.0
-        return mscale**2 / math.sqrt(self.head_dim)
-
-    @property
-    def cached_widths(self) -> tuple[int, ...]:
-        """Widths of what generation caches per token and key-value head: key and value, or latent and rotated key."""
-        if self.is_latent:
-            return (self.kv_lora_rank + self.qk_rope_head_dim,)
-        return self.head_dim, self.head_dim
-
-    @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
         """The kinds of the sub-blocks of every layer."""
         has_shared = self.moe_shared_expert_intermediate_size > 0
         return [self.wiring.kinds(layer in self.moe_layers, has_shared) for layer in range(self.num_layers)]
 
-    @property
-    def attention_sub_blocks(self) -> int:
-        """The number of sub-blocks that keep keys and values."""
-        return sum(kind.attends for kinds in self.layer_kinds for kind in kinds)
+    def mixer_of(self, layer: int) -> Mixer:
+        """Return the token mixer of a layer."""
+        return next(mixer for kind in MIXERS if (mixer := kind.of(self, layer)) is not None)
 
     @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
@@ -168,11 +132,6 @@ class ModelConfig(ModelTraits):
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config.canonical()
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's m(mscale) = 0.1 mscale ln(factor) + 1, where the context grows by a factor."""
-    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int) -> ModelConfig:
@@ -257,11 +216,16 @@ def local_lanes(config: ModelConfig, tensor_parallel: int) -> int:
     return max(1, config.lanes // tensor_parallel)
 
 
-def cached_states(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
-    """Return how many states of attention a tensor-parallel rank caches, and the key and value heads of each."""
+def mixer_states(config: ModelConfig, tensor_parallel: int) -> list[Sequence[StateSpec]]:
+    """Return what a tensor-parallel rank keeps in generation, for each mixer of each layer and lane."""
     lanes = local_lanes(config, tensor_parallel)
-    heads = config.num_key_value_heads * key_value_replicas(config, tensor_parallel)
-    return config.attention_sub_blocks * lanes, heads // (tensor_parallel * lanes)
+    return [
+        config.mixer_of(layer).states(tensor_parallel * lanes)
+        for layer, kinds in enumerate(config.layer_kinds)
+        for kind in kinds
+        if kind.has_mixer
+        for _ in range(lanes)
+    ]
 
 
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:

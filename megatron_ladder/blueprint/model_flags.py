@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_ladder.blueprint.mixers.table import MIXERS
 from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, WIRING_FIELDS, WIRINGS, ResidualMode
 from megatron_ladder.errors import Problem
 from megatron_ladder.flags import Check, flag, rule
@@ -245,50 +246,8 @@ def _has_groups(experts: int, groups: int) -> bool:
 
 
 MODEL_CHECKS = (
-    rule(
-        lambda num_attention_heads, num_key_value_heads: num_attention_heads % num_key_value_heads,
-        "{num_attention_heads} is not divisible by {num_key_value_heads}: every key head serves as many query heads",
-    ),
-    # Latent attention.
-    rule(
-        lambda kv_lora_rank, qk_rope_head_dim: kv_lora_rank and qk_rope_head_dim % 2,
-        "{qk_rope_head_dim} is odd: the rotary embedding needs pairs",
-    ),
-    rule(
-        lambda kv_lora_rank, num_key_value_heads: kv_lora_rank and num_key_value_heads != 1,
-        "{kv_lora_rank} with {num_key_value_heads}: all heads share one latent",
-        "leave it out",
-    ),
-    rule(
-        lambda kv_lora_rank, head_dim, qk_nope_head_dim, qk_rope_head_dim: (
-            kv_lora_rank and head_dim != qk_nope_head_dim + qk_rope_head_dim
-        ),
-        "{kv_lora_rank} with {head_dim}: the sum of {qk_nope_head_dim!f} and {qk_rope_head_dim!f}",
-        "leave it out",
-    ),
-    rule(
-        lambda kv_lora_rank, rotary_percent: kv_lora_rank and rotary_percent != 1,
-        "{kv_lora_rank} with {rotary_percent}: {qk_rope_head_dim} is the rotated part",
-        "leave it out",
-    ),
-    rule(
-        lambda kv_lora_rank, qk_layernorm: kv_lora_rank and qk_layernorm,
-        "{kv_lora_rank} with {qk_layernorm} {qk_layernorm!v}: the latents are normed",
-        "leave it out",
-    ),
+    *(check for mixer in reversed(MIXERS) for check in mixer.checks),
     # The rotary embedding.
-    rule(
-        lambda kv_lora_rank, head_dim, rotary_percent: (
-            not kv_lora_rank and rotary_percent == 1 and (head_dim % 2 or head_dim < 2)
-        ),
-        "{head_dim} is odd or below 2: the rotary embedding needs pairs",
-    ),
-    rule(
-        lambda kv_lora_rank, head_dim, rotary_percent: (
-            not kv_lora_rank and rotary_percent < 1 and int(head_dim * rotary_percent) not in range(2, head_dim, 2)
-        ),
-        "{head_dim} x {rotary_percent} is odd or below 2: the rotary embedding needs pairs",
-    ),
     rule(
         lambda rope_scaling, rope_low_freq_factor, rope_high_freq_factor: (
             rope_scaling == "llama3" and rope_high_freq_factor <= rope_low_freq_factor

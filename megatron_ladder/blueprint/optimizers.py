@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_ladder.blueprint.tensors import Role
+from megatron_ladder.blueprint.specs import Role
 from megatron_ladder.errors import Problem, UserError, expected_one_of
 
 _TWO_MOMENTS = dict.fromkeys(set(Role) - {Role.STATE}, ("exp_avg", "exp_avg_sq"))

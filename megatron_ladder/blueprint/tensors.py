@@ -15,26 +15,14 @@ width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence lengt
 """
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.specs import ROWS_PER_BLOCK, Branch, Matrix, Role, TensorSpec, column, row, whole
 from megatron_ladder.blueprint.wiring import BRANCH_KINDS, BranchKind, WiredSubBlock
-
-ROWS_PER_BLOCK = 64
-"""Rows (or columns) of a matrix without heads that are initialised from one generator."""
-VOCABULARY_MULTIPLE = 128
-"""Rows of the vocabulary per rank are a multiple of this, for matrix units."""
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the vocabulary size rounded up to a multiple of 128 x tensor-parallel size."""
-    multiple = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 def loss_chunk_tokens(tokens: int) -> int:
@@ -51,138 +39,6 @@ def kept_expert_rows(ranks: int) -> float:
     It is a quarter more than a rank's average share of the rows, so that uneven choices cost little.
     """
     return min(1.0, 1.25 / ranks)
-
-
-class Role(Enum):
-    """What a tensor is to optimizers, the planner and conversion."""
-
-    MATRIX = "matrix"
-    """A matrix of a layer, or a stack of them: weight decay, and Muon where it is chosen."""
-    EMBEDDING = "embedding"
-    """One row per word: weight decay, never Muon."""
-    CONVOLUTION = "convolution"
-    """Filters over the sequence, one per channel: weight decay, never Muon."""
-    VECTOR = "vector"
-    """The weight of a norm, also with one row per rank, or a bias: no weight decay, never Muon."""
-    STATE = "state"
-    """No gradient trains it, so optimizers have no moments of it; conversion never rounds it."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One canonical tensor."""
-
-    name: str
-    """`layers.7.attention.q_proj.weight`."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor, without padding."""
-    role: Role
-    sharded_dim: int | None = None
-    """The dimension that is cut over the tensor-parallel ranks; None if every rank holds the whole tensor."""
-    block: int = 1
-    """Elements along the sharded dimension that are initialised together: a head, or `ROWS_PER_BLOCK`."""
-    heads: int | None = None
-    """Heads along the sharded dimension, which stay whole; with fewer heads than ranks, several ranks hold the same."""
-    expert_dim: int | None = None
-    """The dimension of the blocks in a stack of experts' matrices [E, out, in] or biases [E, out], whichever dimension
-    is sharded. Each expert is initialised separately."""
-    padded: bool = False
-    """Whether the sharded dimension is padded to a multiple of `VOCABULARY_MULTIPLE` x ranks."""
-    mean: float = 0.0
-    """Initial mean."""
-    std: float = 0.0
-    """Initial standard deviation; 0 means constant."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def replicas(self, ranks: int) -> int:
-        """Return how many neighbouring ranks hold the same slice."""
-        if self.sharded_dim is None:
-            return ranks
-        return max(1, ranks // self.heads) if self.heads else 1
-
-    def width(self, ranks: int) -> int:
-        """Return the elements of a rank's parameter along the sharded dimension, padding included."""
-        if self.sharded_dim is None:
-            return self.shape[0]
-        size = self.shape[self.sharded_dim]
-        whole = padded_vocab_size(size, ranks) if self.padded else size
-        return whole * self.replicas(ranks) // ranks
-
-    def slice_of(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return where a rank's slice starts along the sharded dimension, and its length without padding."""
-        if self.sharded_dim is None:
-            return 0, self.shape[0]
-        width = self.width(ranks)
-        start = rank // self.replicas(ranks) * width
-        return start, max(0, min(width, self.shape[self.sharded_dim] - start))
-
-    def local_numel(self, ranks: int) -> int:
-        """Return the number of elements of a rank's parameter, padding included."""
-        if self.sharded_dim is None:
-            return self.numel
-        return self.numel // self.shape[self.sharded_dim] * self.width(ranks)
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix, with its bias if it has one."""
-
-    weight: TensorSpec
-    bias: TensorSpec | None
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The attention, the MLP or the experts of one layer."""
-
-    kind: BranchKind
-    inputs: Mapping[str, Matrix]
-    """Column-parallel, in this order. Attention: `q`, `k`, `v`; latent attention: `q` or its latent `q_a`, and `kv_a`,
-    the latent of keys and values; both: then `gate`, if there is an output gate. MLP: `gate`, `up`, in experts those of
-    all of them."""
-    output: Matrix
-    """Row-parallel: o; or down, of all experts."""
-    norms: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """Norms of the heads of `q` and `k`, or of the latents: `kv_a` and, if queries have one, `q_a`."""
-    expansions: Mapping[str, Matrix] = field(default_factory=dict)
-    """Column-parallel matrices of the normed latents: `kv_b` and, if queries have a latent, `q_b`."""
-    score_width: int = 0
-    """Hq (d + width of a value), the widths of attention's products of scores and of values together."""
-    router: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """The router's `weight` [E, h], and those that it has of its `bias` [E] and the `expert_bias` of its choice [E]."""
-    experts: int = 1
-    """How many of each matrix there are."""
-    experts_per_token: int = 1
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """All tensors, in the order in which the model computes with them."""
-        inputs = (tensor for matrix in self.inputs.values() for tensor in matrix.tensors)
-        expansions = (tensor for matrix in self.expansions.values() for tensor in matrix.tensors)
-        return (*self.router.values(), *inputs, *self.norms.values(), *expansions, *self.output.tensors)
-
-    @property
-    def matrices(self) -> tuple[TensorSpec, ...]:
-        """All matrices, also the router's."""
-        return tuple(tensor for tensor in self.tensors if tensor.role is Role.MATRIX)
-
-    def share_in_use(self, tokens: float) -> float:
-        """Return the expected share of the experts that so many tokens choose, if each is equally likely."""
-        return 1 - (1 - self.experts_per_token / self.experts) ** tokens
-
-    def weights_per_token(self, ranks: int = 1) -> int:
-        """Return the numbers that one token multiplies with, on each of so many tensor-parallel ranks."""
-        of_experts = sum(matrix.local_numel(ranks) for matrix in self.matrices if matrix.expert_dim is not None)
-        others = sum(matrix.local_numel(ranks) for matrix in self.matrices if matrix.expert_dim is None)
-        return of_experts // self.experts * self.experts_per_token + others
 
 
 @dataclass(frozen=True)
@@ -207,76 +63,10 @@ class SubBlockTensors:
         return sum(tensor.numel if ranks is None else tensor.local_numel(ranks) for tensor in self.tensors)
 
 
-def _column(
-    name: str, rows: int, config: ModelConfig, bias: bool, heads: int | None = None, columns: int | None = None
-) -> Matrix:
-    block = ROWS_PER_BLOCK if heads is None else rows // heads
-    shape = (rows, columns or config.hidden_size)
-    weight = TensorSpec(f"{name}.weight", shape, Role.MATRIX, 0, block=block, heads=heads, std=config.init_method_std)
-    return Matrix(
-        weight, TensorSpec(f"{name}.bias", (rows,), Role.VECTOR, 0, block=block, heads=heads) if bias else None
-    )
-
-
-def _row(name: str, columns: int, config: ModelConfig, bias: bool, block: int = ROWS_PER_BLOCK) -> Matrix:
-    # Projections that write to the residual stream start smaller.
-    std = config.init_method_std / math.sqrt(2 * config.num_layers)
-    weight = TensorSpec(f"{name}.weight", (config.hidden_size, columns), Role.MATRIX, 1, block=block, std=std)
-    return Matrix(weight, _whole(f"{name}.bias", config.hidden_size) if bias else None)
-
-
-def _whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
-    return TensorSpec(name, (size,), Role.VECTOR, block=size, mean=mean)
-
-
-def _attention(config: ModelConfig, name: str) -> Branch:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    inputs = {
-        which: _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
-        for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    }
-    normed = ("q", "k") if config.qk_layernorm else ()
-    norms = {which: _whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in normed}
-    return _attention_branch(config, name, inputs, norms=norms)
-
-
-def _attention_branch(config: ModelConfig, name: str, inputs: dict[str, Matrix], **others: Any) -> Branch:
-    """Add what both kinds of attention have to the input matrices and the `others`, which are fields of `Branch`."""
-    heads = config.num_attention_heads
-    width = heads * config.value_dim
-    if config.attention_output_gate:
-        inputs["gate"] = _column(f"{name}.gate_proj", width, config, False, heads)
-    output = _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.value_dim)
-    score_width = heads * (config.head_dim + config.value_dim)
-    return Branch(BranchKind.ATTENTION, inputs, output, score_width=score_width, **others)
-
-
-def _latent_attention(config: ModelConfig, name: str) -> Branch:
-    """DeepSeek-V2 (arXiv 2405.04434), section 2.1; published models have no biases where these have none."""
-    heads = config.num_attention_heads
-    inputs: dict[str, Matrix] = {}
-    norms: dict[str, TensorSpec] = {}
-    expansions: dict[str, Matrix] = {}
-
-    def add_latent(which: str, rank: int, rotated: int, head_width: int) -> None:
-        # A latent is one head, which all ranks hold.
-        latent, expansion = f"{which}_a", f"{which}_b"
-        inputs[latent] = _column(f"{name}.{latent}_proj", rank + rotated, config, config.add_qkv_bias, 1)
-        norms[latent] = _whole(f"{name}.{latent}_norm.weight", rank, mean=1.0)
-        expansions[expansion] = _column(f"{name}.{expansion}_proj", heads * head_width, config, False, heads, rank)
-
-    if config.q_lora_rank:
-        add_latent("q", config.q_lora_rank, 0, config.head_dim)
-    else:
-        inputs["q"] = _column(f"{name}.q_proj", heads * config.head_dim, config, False, heads)
-    add_latent("kv", config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim)
-    return _attention_branch(config, name, inputs, norms=norms, expansions=expansions)
-
-
 def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
     bias = config.add_mlp_bias
-    inputs = {which: _column(f"{name}.{which}_proj", width, config, bias) for which in ("gate", "up")}
-    return Branch(BranchKind.MLP, inputs, _row(f"{name}.down_proj", width, config, bias))
+    inputs = {which: column(f"{name}.{which}_proj", width, config, bias) for which in ("gate", "up")}
+    return Branch(BranchKind.MLP, inputs, row(f"{name}.down_proj", width, config, bias))
 
 
 def _experts(config: ModelConfig, name: str) -> Branch:
@@ -294,7 +84,7 @@ def _experts(config: ModelConfig, name: str) -> Branch:
     std = config.init_method_std
     router = {"weight": TensorSpec(f"{prefix}.weight", (count, hidden), Role.MATRIX, block=count, std=std)}
     if config.add_moe_bias:
-        router["bias"] = _whole(f"{prefix}.bias", count)
+        router["bias"] = whole(f"{prefix}.bias", count)
     if config.moe_router_enable_expert_bias:
         router["expert_bias"] = TensorSpec(f"{prefix}.expert_bias", (count,), Role.STATE, block=count)
     return Branch(
@@ -317,8 +107,8 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
             return _mlp(
                 config, name, config.moe_shared_expert_intermediate_size if is_shared else config.ffn_hidden_size
             )
-        case BranchKind.ATTENTION:
-            return _latent_attention(config, name) if config.is_latent else _attention(config, name)
+        case BranchKind.MIXER:
+            return config.mixer_of(layer).branch(name)
 
 
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
@@ -326,7 +116,7 @@ def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
     name = f"layers.{layer}.{wired.kind.norm}.weight"
     hidden = config.hidden_size
     if wired.reads_shared:
-        return _whole(name, hidden, mean=1.0)
+        return whole(name, hidden, mean=1.0)
     assert config.desync_tp is not None
     return TensorSpec(name, (config.desync_tp, hidden), Role.VECTOR, 0, mean=1.0)
 
@@ -369,7 +159,7 @@ def head_tensor(config: ModelConfig) -> TensorSpec:
 
 def final_norm_tensor(config: ModelConfig) -> TensorSpec:
     """Return the weight of the norm before the head."""
-    return _whole("final_norm.weight", config.hidden_size, mean=1.0)
+    return whole("final_norm.weight", config.hidden_size, mean=1.0)
 
 
 def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:

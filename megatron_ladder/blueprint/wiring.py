@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 class BranchKind(Enum):
     """What a branch computes."""
 
-    ATTENTION = "attention"
+    MIXER = "mixer"
     MLP = "mlp"
     EXPERTS = "experts"
     """A router and the experts that it chooses from."""
 
 
 BRANCH_KINDS = {
-    "attention": BranchKind.ATTENTION,
-    "attention_2": BranchKind.ATTENTION,
+    "attention": BranchKind.MIXER,
+    "attention_2": BranchKind.MIXER,
     "mlp": BranchKind.MLP,
     "mlp_2": BranchKind.MLP,
     "shared_expert": BranchKind.MLP,
@@ -46,41 +46,38 @@ BRANCH_KINDS = {
 
 
 class SubBlockKind(Enum):
-    """The computation between two all-reduces."""
+    """The computation between two all-reduces: its name in checkpoints, its branches and its norm."""
 
-    ATTENTION = "attention"
-    MLP = "mlp"
-    ATTENTION_MLP = "attention_mlp"
-    """Attention and MLP side by side: one norm, one all-reduce (PaLM)."""
-    EXPERTS = "experts"
+    MIXER = "attention", ("attention",), "attention_norm"
+    """The token mixer; checkpoints name all of them after attention."""
+    MLP = "mlp", ("mlp",), "mlp_norm"
+    MIXER_MLP = "attention_mlp", ("attention", "mlp"), "attention_norm"
+    """Mixer and MLP side by side: one norm, one all-reduce (PaLM)."""
+    EXPERTS = "experts", ("experts", "shared_expert"), "mlp_norm"
     """Routed experts and, if the model has one, the shared expert."""
-    ATTENTION_EXPERTS = "attention_experts"
-    """Attention and all experts side by side."""
-    ROUTED_EXPERTS = "routed_experts"
-    SHARED_EXPERT = "shared_expert"
-    SECOND_ATTENTION = "attention_2"
-    SECOND_MLP = "mlp_2"
+    MIXER_EXPERTS = "attention_experts", ("attention", "experts", "shared_expert"), "attention_norm"
+    """Mixer and all experts side by side."""
+    ROUTED_EXPERTS = "routed_experts", ("experts",), "mlp_norm"
+    SHARED_EXPERT = "shared_expert", ("shared_expert",), "mlp_norm"
+    SECOND_MIXER = "attention_2", ("attention_2",), "attention_norm_2"
+    SECOND_MLP = "mlp_2", ("mlp_2",), "mlp_norm_2"
+
+    branches: tuple[str, ...]
+    """Names of what it adds up, as checkpoints have them."""
+    norm: str
+    """Name of the norm in front of it, as checkpoints have it; experts and MLP of a layer share one."""
+
+    def __new__(cls, name: str, branches: tuple[str, ...], norm: str) -> "SubBlockKind":
+        kind = object.__new__(cls)
+        kind._value_ = name
+        kind.branches = branches
+        kind.norm = norm
+        return kind
 
     @property
-    def branches(self) -> tuple[str, ...]:
-        """Names of what it adds up, as checkpoints have them."""
-        return {
-            "attention_mlp": ("attention", "mlp"),
-            "experts": ("experts", "shared_expert"),
-            "attention_experts": ("attention", "experts", "shared_expert"),
-            "routed_experts": ("experts",),
-        }.get(self.value, (self.value,))
-
-    @property
-    def attends(self) -> bool:
-        """Whether it contains attention."""
-        return any(BRANCH_KINDS[name] is BranchKind.ATTENTION for name in self.branches)
-
-    @property
-    def norm(self) -> str:
-        """Name of the norm in front of it, as checkpoints have it; experts and MLP of a layer share one."""
-        second = "_2" if self.value.endswith("_2") else ""
-        return ("attention_norm" if self.attends else "mlp_norm") + second
+    def has_mixer(self) -> bool:
+        """Whether it contains a token mixer, which keeps states in generation."""
+        return any(BRANCH_KINDS[name] is BranchKind.MIXER for name in self.branches)
 
 
 class WiredSubBlock(NamedTuple):
@@ -176,7 +173,7 @@ class Wiring:
                 return False
             following = sub_blocks[index + 1]
             # Under the routed experts, attention's sum runs alone.
-            if kind is _ATTENTION and following == (layer, _ROUTED):
+            if kind is _MIXER and following == (layer, _ROUTED):
                 return False
             return following[0] == layer and plan.arrivals[index] == plan.arrivals[index + 1]
 
@@ -268,24 +265,24 @@ def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:
     return ReadPlan.of(sub_block.missing for sub_blocks in layers for sub_block in sub_blocks)
 
 
-_ATTENTION, _MLP, _BOTH = SubBlockKind.ATTENTION, SubBlockKind.MLP, SubBlockKind.ATTENTION_MLP
-_EXPERTS, _ALL = SubBlockKind.EXPERTS, SubBlockKind.ATTENTION_EXPERTS
+_MIXER, _MLP, _BOTH = SubBlockKind.MIXER, SubBlockKind.MLP, SubBlockKind.MIXER_MLP
+_EXPERTS, _ALL = SubBlockKind.EXPERTS, SubBlockKind.MIXER_EXPERTS
 _SHARED, _ROUTED = SubBlockKind.SHARED_EXPERT, SubBlockKind.ROUTED_EXPERTS
-_ATTENTION_2, _MLP_2 = SubBlockKind.SECOND_ATTENTION, SubBlockKind.SECOND_MLP
+_MIXER_2, _MLP_2 = SubBlockKind.SECOND_MIXER, SubBlockKind.SECOND_MLP
 _ANY: tuple[SubBlockKind, ...] = ()
 _TOGETHER = {_ROUTED: (_SHARED,), _SHARED: (_ROUTED,)}
 """In layers that do not read late, two sub-blocks of experts read the same stream and travel in one sum."""
 WIRINGS: dict[str, Wiring] = {
     wiring.name: wiring
     for wiring in (
-        Wiring("standard", "no sub-block reads the stream late.", (_ATTENTION, _MLP), (_ATTENTION, _EXPERTS)),
+        Wiring("standard", "no sub-block reads the stream late.", (_MIXER, _MLP), (_MIXER, _EXPERTS)),
         Wiring(
             "ladder",
             "in --ladder-layers each sub-block reads the stream one sub-block late, so that the all-reduce of its "
             "predecessor overlaps with it; the other layers are standard.",
-            (_ATTENTION, _MLP),
-            (_ATTENTION, _EXPERTS),
-            late={_ATTENTION: _ANY, _MLP: _ANY, _EXPERTS: _ANY},
+            (_MIXER, _MLP),
+            (_MIXER, _EXPERTS),
+            late={_MIXER: _ANY, _MLP: _ANY, _EXPERTS: _ANY},
         ),
         Wiring("parallel", "attention and MLP of a layer share one norm and one all-reduce.", (_BOTH,), (_ALL,)),
         Wiring(
@@ -298,40 +295,40 @@ WIRINGS: dict[str, Wiring] = {
         Wiring(
             "ladder-attention",
             "standard layers, of which those in --ladder-layers have attention that reads late.",
-            (_ATTENTION, _MLP),
-            (_ATTENTION, _EXPERTS),
-            late={_ATTENTION: _ANY},
+            (_MIXER, _MLP),
+            (_MIXER, _EXPERTS),
+            late={_MIXER: _ANY},
         ),
         Wiring(
             "farskip",
             "in --ladder-layers attention misses the routed experts before it, the shared expert attention, and the "
             "routed experts both; attention and the shared expert share an all-reduce.",
-            (_ATTENTION, _MLP),
-            (_ATTENTION, _SHARED, _ROUTED),
-            late={_ATTENTION: (_ROUTED,), _SHARED: (_ATTENTION,), _ROUTED: (_ATTENTION, _SHARED), _MLP: (_ATTENTION,)},
-            joined=_ATTENTION,
+            (_MIXER, _MLP),
+            (_MIXER, _SHARED, _ROUTED),
+            late={_MIXER: (_ROUTED,), _SHARED: (_MIXER,), _ROUTED: (_MIXER, _SHARED), _MLP: (_MIXER,)},
+            joined=_MIXER,
         ),
         Wiring(
             "shortcut",
             "in --ladder-layers the routed experts run after attention and miss it, and the shared expert misses them.",
-            (_ATTENTION, _MLP),
-            (_ATTENTION, _ROUTED, _SHARED),
-            late={_ROUTED: (_ATTENTION,), _SHARED: (_ROUTED,)},
+            (_MIXER, _MLP),
+            (_MIXER, _ROUTED, _SHARED),
+            late={_ROUTED: (_MIXER,), _SHARED: (_ROUTED,)},
         ),
         Wiring(
             "longcat",
             "a layer has two attentions and two dense MLPs; in --ladder-layers all but the first attention miss the "
             "routed experts, which run after it.",
-            (_ATTENTION, _MLP, _ATTENTION_2, _MLP_2),
-            (_ATTENTION, _ROUTED, _MLP, _ATTENTION_2, _MLP_2),
-            late={_MLP: (_ROUTED,), _ATTENTION_2: (_ROUTED,), _MLP_2: (_ROUTED,)},
+            (_MIXER, _MLP, _MIXER_2, _MLP_2),
+            (_MIXER, _ROUTED, _MLP, _MIXER_2, _MLP_2),
+            late={_MLP: (_ROUTED,), _MIXER_2: (_ROUTED,), _MLP_2: (_ROUTED,)},
         ),
         Wiring(
             "desync",
             "each tensor-parallel rank has its own stream, and the streams are summed after every --desync-interval "
             "sub-blocks; the tensor-parallel size is part of the model.",
-            (_ATTENTION, _MLP),
-            (_ATTENTION, _EXPERTS),
+            (_MIXER, _MLP),
+            (_MIXER, _EXPERTS),
             stream="per rank",
         ),
     )

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_mscale
+from megatron_ladder.blueprint.mixers.attention import attention_factor, yarn_mscale
+from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.checkpoint.hf_keys import FIELDS, OPTIONAL_ROPE_KEYS, ROPE_FIELDS, UNUSUAL_KEYS, HFKeys, HFRope
 from megatron_ladder.checkpoint.hf_types import (
@@ -140,7 +141,7 @@ def _copied(given: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 def _attentions_per_layer(residual_mode: str | None) -> int:
     """Return how many layers of transformers, each of which has keys and values, a layer of a wiring is."""
     kinds = WIRINGS[residual_mode].sub_blocks if residual_mode in WIRINGS else ()
-    return max(1, sum(kind.attends for kind in kinds))
+    return max(1, sum(kind.has_mixer for kind in kinds))
 
 
 def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> dict[str, Any]:
@@ -324,7 +325,7 @@ def hf_type(model: ModelConfig) -> str:
             "different keys and values from it, for which the cache of transformers has no space: generate from the "
             "checkpoint instead"
         )
-    if model.is_latent and not model.yarn_correction_range_round_to_int:
+    if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
         # vLLM's DeepSeek rounds the indices of YaRN.
         return OWN_TYPE
     divides = model.hidden_size % model.num_attention_heads == 0
@@ -364,7 +365,7 @@ def hf_config(
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
     absent = {key for key in UNUSUAL_KEYS if values[key] == getattr(ModelConfig, FIELDS[key])}
-    if not model.is_latent:
+    if not model.kv_lora_rank:
         absent.update(LATENT)
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
@@ -394,7 +395,7 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
     values = {key: getattr(model, name) for key, name in FIELDS.items()}
-    if model.is_latent:
+    if model.kv_lora_rank:
         # As in transformers, whose rotary embedding and cache read them.
         values |= {"num_key_value_heads": model.num_attention_heads, "head_dim": model.qk_rope_head_dim}
     return values | {
@@ -423,7 +424,7 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
         # The default of transformers.
         del scaling["truncate"]
     if kind == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
-        scaling["attention_factor"] = model.attention_factor
+        scaling["attention_factor"] = attention_factor(model)
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
     return {
         "rope_parameters": {**scaling, **part, "rope_theta": model.rotary_base},

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import Branch, layer_tensors
+from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.copying import Permutation

@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.blueprint.tensors import Role, model_tensors
+from megatron_ladder.blueprint.specs import Role
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type

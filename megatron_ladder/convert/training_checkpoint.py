@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.optimizers import optimizer_kind
-from megatron_ladder.blueprint.tensors import Role, TensorSpec, model_tensors
+from megatron_ladder.blueprint.specs import Role, TensorSpec
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import manifest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME

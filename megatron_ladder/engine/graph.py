@@ -59,7 +59,7 @@ from megatron_ladder.engine.schedule import Pass, Slot
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
-from megatron_ladder.model.rotary import RotaryTable
+from megatron_ladder.model.mixers.mixer import map_tensors, tensors_in
 from megatron_ladder.model.stats import StepStats
 from megatron_ladder.progress import print_rank_0
 
@@ -217,7 +217,7 @@ class CapturedPasses:
     def _read_parts(self, inputs: StageInputs, chunk: int) -> list[Tensor | None]:
         """Return the parts of the inputs that a chunk reads."""
         tokens, labels, loss_mask, positions, *_ = inputs.tensors
-        parts = [*inputs.context.rotary, inputs.context.token_mask]
+        parts = [*tensors_in(inputs.context.prepared), inputs.context.token_mask]
         if self._module.begins_in(chunk):
             parts += [tokens, positions]
         if self._module.ends_in(chunk):
@@ -229,14 +229,14 @@ class CapturedPasses:
         positions = inputs.tensors[3]
         read = {id(part) for part in self._read_parts(inputs, chunk) if part is not None}
         if positions is None:
-            # All micro-batches have one table.
-            read -= {id(part) for part in inputs.context.rotary}
+            # All micro-batches share these.
+            read -= {id(part) for part in tensors_in(inputs.context.prepared)}
 
         def copied(part: Any) -> Any:
             return part.clone() if id(part) in read else part
 
-        rotary = RotaryTable(*map(copied, inputs.context.rotary))
-        context = inputs.context._replace(rotary=rotary, token_mask=copied(inputs.context.token_mask))
+        prepared = map_tensors(copied, inputs.context.prepared)
+        context = inputs.context._replace(prepared=prepared, token_mask=copied(inputs.context.token_mask))
         return StageInputs([copied(part) for part in inputs.tensors], context)
 
     def _captures(self, slots: Sequence[Slot], micro_batches: Sequence[Sequence[Any]]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ladder.blueprint.optimizers import optimizer_kind
-from megatron_ladder.blueprint.tensors import Role
+from megatron_ladder.blueprint.specs import Role
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import MuonWithAdamW

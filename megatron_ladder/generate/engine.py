@@ -34,9 +34,11 @@ class GenerationEngine:
         mesh: ProcessMesh,
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
+        prompt_chunk: int | None = None,
     ) -> None:
-        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures decode steps."""
+        """`tokenizer` decodes ids, if text is needed; the others are those of `SlotBatch`."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
+        self.prompt_chunk = prompt_chunk
         self._captured: SlotBatch | None = None
 
     def close(self) -> None:
@@ -48,14 +50,17 @@ class GenerationEngine:
     def _batch(self, slots: int, positions: int) -> SlotBatch:
         """Return a batch; one that captures steps is that of earlier calls, unless it is too small."""
         if self.new_graph is None:
-            return SlotBatch(self.model, self.group, self.tokenizer, None, slots, positions)
+            return self._new_batch(slots, positions)
         if self._captured is None or not self._captured.fits(slots, positions):
             self.close()
             # A quarter more than needed, so that growing conversations need few batches.
             roomy = max(_CAPTURED_TOKENS // slots, positions + positions // 4)
             positions = min(roomy, self.model.config.max_position_embeddings)
-            self._captured = SlotBatch(self.model, self.group, self.tokenizer, self.new_graph, slots, positions)
+            self._captured = self._new_batch(slots, positions)
         return self._captured
+
+    def _new_batch(self, slots: int, positions: int) -> SlotBatch:
+        return SlotBatch(self.model, self.group, self.tokenizer, self.new_graph, slots, positions, self.prompt_chunk)
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None
@@ -111,7 +116,7 @@ class GenerationEngine:
         device = self.model.embedding.weight.device
         inputs = [[*context, *continuation][:-1] for context, continuation in texts]
         width = prompt_width(max(map(len, inputs)), self.model.config.max_position_embeddings, device)
-        # Attention is causal, so no text sees the padding after it.
+        # No token reads the padding after it.
         tokens = torch.tensor([[*ids, *[PADDING] * (width - len(ids))] for ids in inputs], device=device)
         hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))
         rows = [

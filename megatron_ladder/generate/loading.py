@@ -28,8 +28,8 @@ from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary
-from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.mixers.latent import LatentHeads
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
@@ -235,11 +235,11 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
-def _in_fp32(operation: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Return an operation on fp32 copies of its first tensors: attention on CPUs is several times as fast in fp32."""
+def _in_fp32(operation: Callable[..., Any], projections: int) -> Callable[..., Any]:
+    """Return an operation on fp32 copies of its projections: attention on CPUs is several times as fast in fp32."""
 
     def compute(*operands: Any) -> Any:
-        return operation(*map(_wide, operands[:tensors]), *operands[tensors:])
+        return operation(*map(_wide, operands[:projections]), *operands[projections:])
 
     return compute
 
@@ -257,9 +257,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, _: object = None) ->
 
 
 PACKED_OPERATIONS = Operations(
-    split_heads=_in_fp32(Operations.split_heads, tensors=1),
-    rotate_latent=_in_fp32(Operations.rotate_latent, tensors=2),
-    expand_latent=_in_fp32(Operations.expand_latent, tensors=2),
+    of_heads=_in_fp32,
     linear=_linear,
 )
 """For models that generate on a CPU."""

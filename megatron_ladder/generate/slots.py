@@ -1,4 +1,4 @@
-"""A batch of samples in slots, over a cache that is allocated once.
+"""A batch of samples in slots, over states that are allocated once.
 
     begin     all prompts as one batch                              -> the first token of each
     step      the newest token of every sample through the model    -> the next token of each unfinished sample
@@ -7,37 +7,34 @@ A captured step includes the choice of the tokens: the host only sends the newes
 
 Every tensor-parallel rank makes the same calls in the same order.
 
-Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token;
-keys and values of a layer [b, kv_heads/t, positions, d].
+Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token.
 
-Every sample begins in column 0 of the cache, so that a token's column is its position, independent of the other
-samples' lengths:
+Every sample begins at position 0, independent of the other samples' lengths:
 
-    column       0  1  2  3  4  5
+    position     0  1  2  3  4  5
     sample 0     a  b  c  d  e  .       the prompt a b c, then d e
     sample 1     p  q  x  x  .  .       the prompt p q, then x x
 
-Prompts are processed as one batch, padded on the right. Attention is causal, so no token sees the padding after it. The
-padding's columns of the cache are overwritten by the sample's next tokens, or hidden by the mask.
+Prompts are processed as one batch, padded on the right, all positions at once or some at a time. No token reads the
+padding after it, and mixers are told the lengths of the prompts, so that no padding stays in their states.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig, cached_states
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns
+from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.rotary import RotaryTable, rotary_table
+from megatron_ladder.model.mixers import columns
+from megatron_ladder.model.mixers.mixer import States
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
@@ -50,52 +47,6 @@ _INCOMPLETE = "\ufffd"
 _PROMPT_CONTEXT = 8
 """Last tokens of the prompt to decode along with a continuation: enough for a split character and a leading space."""
 BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for this data type"
-
-
-class _StaticCache:
-    """Keys and values of this rank's heads, for all layers; or latents and rotated keys, which every rank keeps."""
-
-    def __init__(
-        self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        states, kv_heads = cached_states(config, ranks)
-        shape = (states, slots, kv_heads, positions)
-        # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
-        self.parts = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in config.cached_widths]
-        # The first row of each head of each sample among the columns of all heads, one after another.
-        self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
-        # For attention to filled columns, in which each key-value head of each sample is a sequence of one page.
-        self.query_starts = torch.arange(slots * kv_heads + 1, dtype=torch.int32, device=device)
-        self.key_starts, self.pages = self.query_starts * positions, self.query_starts[:-1].unsqueeze(1)
-
-
-class _PromptColumns(NamedTuple):
-    """A `StateCache` that stores the prompts of the first slots, which attend to themselves only."""
-
-    cache: _StaticCache
-
-    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store keys and values [n, kv_heads/t, s, d] in the first s columns, and return them."""
-        for stored, part in zip(self.cache.parts, new, strict=True):
-            stored[number, : len(part), :, : part.shape[2]] = part.to(stored.dtype)
-        return new
-
-
-class _TokenColumns(NamedTuple):
-    """A `StateCache` that stores one token per sample, and returns it with all earlier ones."""
-
-    cache: _StaticCache
-    rows: Tensor
-    """[b kv_heads/t] int64, rows among the columns of all heads."""
-    extent: int
-
-    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
-        filled = []
-        for stored, part in zip(self.cache.parts, new, strict=True):
-            stored[number].flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(stored.dtype))
-            filled.append(stored[number, : len(part), :, : self.extent])
-        return tuple(filled)
 
 
 def prompt_width(longest: int, positions: int, device: torch.device) -> int:
@@ -226,7 +177,7 @@ class _ActiveSample:
 
 
 class SlotBatch:
-    """Samples in the first slots of one static cache."""
+    """Samples in the first slots of states that stay where they are."""
 
     def __init__(
         self,
@@ -236,26 +187,25 @@ class SlotBatch:
         new_graph: Callable[[], StepGraph] | None,
         slots: int,
         positions: int,
+        prompt_chunk: int | None = None,
     ) -> None:
         """`positions` limits prompt and continuation together, per slot.
 
-        `new_graph`, if given, captures decode steps; the batch must then be closed.
+        Prompts are processed `prompt_chunk` positions at a time, by default all at once. `new_graph`, if given,
+        captures decode steps; the batch must then be closed.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
         config, dtype = model.config, model.compute_dtype
-        # Latents are usually wider than the heads that FlashAttention supports.
-        self._counts_filled = not config.is_latent and counts_filled_columns(dtype, config.head_dim, self._device)
-        if self._counts_filled:
-            positions = math.ceil(positions / PAGE) * PAGE
+        if columns.counts_filled_columns(dtype, config.head_dim, self._device):
+            positions = math.ceil(positions / columns.PAGE) * columns.PAGE
         self._positions = positions
+        self._prompt_chunk = prompt_chunk or positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
         cache_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
-        self._cache = _StaticCache(config, group.size, slots, positions, cache_dtype, self._device)
-        all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
-        self._rotary = rotary_table(config, all_positions, dtype)
+        self._states = States.allocate(config, group.size, slots, positions, cache_dtype, self._device)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
         self._captured: tuple[StepGraph, Tensor] | None = None
@@ -265,7 +215,7 @@ class SlotBatch:
         return Sampler(plan, self._slots, vocab_size, start, self._group, self._device)
 
     def close(self) -> None:
-        """Free the captured step, which would otherwise keep itself, the cache and the communicators alive."""
+        """Free the captured step, which would otherwise keep itself, the states and the communicators alive."""
         if self._captured is not None:
             self._captured[0].close()
         self._captured = None
@@ -284,9 +234,9 @@ class SlotBatch:
         self._sampler.begin(parameters, [request.prompt_ids for request in requests])
 
     def _capture(self, graph: StepGraph) -> None:
-        """Capture the decode step, which runs several times for token 0 in column 0."""
+        """Capture the decode step, which runs several times for token 0 at position 0."""
         self._inputs.zero_()
-        chosen = graph.capture(lambda: self._one_token(self._inputs, self._positions, masked=True))
+        chosen = graph.capture(lambda: self._one_token(self._inputs, self._positions, is_even=False))
         self._captured = graph, chosen
 
     def fits(self, slots: int, positions: int) -> bool:
@@ -316,14 +266,31 @@ class SlotBatch:
         self._begin_sampling(requests)
         longest = prompt_width(max(map(len, prompts)), self._positions, self._device)
         tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
-        turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
-        hidden_states = self._model.hidden_states(tokens, SequenceContext(turns, _PromptColumns(self._cache)))
-        last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
-        newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
+        newest = self._read_prompts(tokens, lengths)
         logits = self._model.logits_shard(newest.unsqueeze(0))[0]
         numbers = self._sampler.draw(len(prompts))
         uniform = to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), self._device)
         return self._finish(self._sampler.choose(logits, uniform))
+
+    def _read_prompts(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Process prompts [b, s] of `lengths` [b]; return the hidden state of each one's last token, [b, h]."""
+        all_rows = torch.arange(len(tokens), device=self._device)
+        newest: Tensor | None = None
+        for before in range(0, tokens.shape[1], self._prompt_chunk):
+            part = tokens[:, before : before + self._prompt_chunk]
+            positions = torch.arange(before, before + part.shape[1], device=self._device).unsqueeze(1)
+            states = self._states._replace(before=before, lengths=lengths)
+            hidden_states = self._hidden_states(part, positions, states)
+            last = (lengths - 1 - before).clamp(max=part.shape[1] - 1)
+            found = hidden_states[last.clamp(min=0), all_rows]
+            newest = found if newest is None else torch.where((last < 0).unsqueeze(1), newest, found)
+        assert newest is not None
+        return newest
+
+    def _hidden_states(self, tokens: Tensor, positions: Tensor, states: States) -> Tensor:
+        context = self._model.stack.prepare(SequenceContext(positions, states))
+        return self._model.hidden_states(tokens, context)
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -342,34 +309,21 @@ class SlotBatch:
         # Doubles represent all ids and columns exactly.
         inputs = to_device(torch.tensor(newest, dtype=torch.float64), self._device)
         if self._captured is None:
-            return self._finish(self._one_token(inputs, highest + 1, masked=lowest < highest))
+            return self._finish(self._one_token(inputs, highest + 1, is_even=lowest == highest))
         graph, chosen = self._captured
         self._inputs.copy_(inputs)
         graph.replay()
         return self._finish(chosen)
 
-    def _one_token(self, inputs: Tensor, extent: int, masked: bool) -> Tensor:
-        """Choose the next tokens. Attention gets `extent` columns; `masked` hides later ones.
+    def _one_token(self, inputs: Tensor, extent: int, is_even: bool) -> Tensor:
+        """Choose the next tokens. No sample has more than `extent` positions; `is_even`: all have that many.
 
-        `inputs` [b, 3] are the newest tokens, their columns, and random numbers.
+        `inputs` [b, 3] are the newest tokens, their positions, and random numbers.
         """
-        cache = self._cache
-        tokens, columns = inputs[:, :2].long().split(1, dim=1)
-        columns = columns.squeeze(1)
+        tokens, positions = inputs[:, :2].long().split(1, dim=1)
         self._sampler.count(tokens)
-        first_rows = cache.first_rows[: len(columns)]
-        mask, attend = None, None
-        if self._counts_filled:
-            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
-            starts, key_starts = cache.query_starts[: len(filled) + 1], cache.key_starts[: len(filled) + 1]
-            attend = FilledColumns(starts, key_starts, cache.pages[: len(filled)], filled).attend
-            extent = self._positions
-        elif masked:
-            mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
-        turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
-        rows = (first_rows + columns.unsqueeze(1)).flatten()
-        context = SequenceContext(turns, _TokenColumns(cache, rows, extent), mask, attend=attend)
-        logits = self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
+        states = self._states._replace(extent=extent, is_even=is_even)
+        logits = self._model.logits_shard(self._hidden_states(tokens, positions.t(), states))[0]
         return self._sampler.choose(logits, inputs[:, 2:])
 
     def _finish(self, choice: Tensor) -> list[NewToken]:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, kept_expert_rows
+from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.blueprint.tensors import SubBlockTensors, kept_expert_rows
 from megatron_ladder.blueprint.wiring import BranchKind
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
-from megatron_ladder.model.bodies import MLP, Attention
+from megatron_ladder.model.bodies import MLP, MixerBody
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
@@ -39,7 +40,7 @@ from megatron_ladder.parallel.products import (
     run_experts,
 )
 
-_PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.ATTENTION: Attention, BranchKind.MLP: MLP}
+_PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.MIXER: MixerBody, BranchKind.MLP: MLP}
 """Bodies of what a sub-block computes besides routed experts."""
 
 

@@ -21,7 +21,6 @@ from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import Router
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
-from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.model.sub_block import SequenceContext
@@ -115,7 +114,7 @@ class LanguageModel(nn.Module):
         self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in stage_layers]
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
-        self._table: RotaryTable | None = None
+        self._from_0: SequenceContext | None = None
         """That of the last micro-batch whose positions counted from 0 in every row."""
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
@@ -301,10 +300,10 @@ class LanguageModel(nn.Module):
         loss_mask = moved(loss_mask, self.is_last)
         positions = moved(positions)
         lengths = moved(lengths)
-        context = self.training_context(tokens, positions, lengths, document_bounds, self._table)
+        context = self.training_context(tokens, positions, lengths, document_bounds, self._from_0)
         # Autograd cannot save what was made in inference mode.
         if positions is None and not torch.is_inference_mode_enabled():
-            self._table = context.rotary
+            self._from_0 = context
         return StageInputs((tokens, labels, loss_mask, positions, lengths, document_bounds), context)
 
     def training_context(
@@ -313,7 +312,7 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
-        table: RotaryTable | None = None,
+        earlier: SequenceContext | None = None,
     ) -> SequenceContext:
         """Return the context of whole rows, on the device of the layers.
 
@@ -324,18 +323,19 @@ class LanguageModel(nn.Module):
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
-            table: that of some number of positions from 0 on, which is used if it is the one that is needed.
+            earlier: the context of a micro-batch whose positions count from 0, of which this one takes what is equal.
         """
         length = tokens.shape[1]
         device = self.device
         if positions is not None:
-            table = rotary_table(self.config, positions.t(), self.compute_dtype)
-        elif table is None or len(table.cos) != length:
-            from_0 = torch.arange(length, device=device).unsqueeze(1)
-            table = rotary_table(self.config, from_0, self.compute_dtype)
+            context = self.stack.prepare(SequenceContext(positions.t()))
+        elif earlier is not None and len(earlier.positions) == length:
+            context = earlier
+        else:
+            context = self.stack.prepare(SequenceContext(torch.arange(length, device=device).unsqueeze(1)))
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
         token_mask = None if lengths is None else torch.arange(length, device=device).unsqueeze(1) < lengths
-        return SequenceContext(table, documents=documents, token_mask=token_mask)
+        return context._replace(documents=documents, token_mask=token_mask)
 
 
 class _Carrying(Function):

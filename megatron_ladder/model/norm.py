@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.specs import TensorSpec
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.parallel.layout import ParallelModule
 

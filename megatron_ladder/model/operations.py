@@ -10,9 +10,9 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import Problem, UserError
-from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.products import LinearFunction
 
@@ -42,62 +41,6 @@ def _add_norm(
     return total, norm(total, weight, epsilon)
 
 
-def _split_heads(
-    projected: Tensor,
-    widths: Sequence[int],
-    head_dim: int,
-    table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-    norm: NormFunction = _rms_norm,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
-
-    Queries and keys are normed in their type if `norm_weights` are given, and rotated by their positions.
-    """
-    heads = [width // head_dim for width in widths]
-    turned, v = projected.view(*projected.shape[:-1], -1, head_dim).split((heads[0] + heads[1], heads[2]), dim=2)
-    if norm_weights is None:
-        q, k = apply_rotary(turned, table).split(heads[:2], dim=2)
-    else:
-        q, k = turned.split(heads[:2], dim=2)
-        q = apply_rotary(norm(q, norm_weights[0].to(q.dtype), epsilon), table)
-        k = apply_rotary(norm(k, norm_weights[1].to(k.dtype), epsilon), table)
-    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-
-
-def _rotate_latent(queries: Tensor, key: Tensor, nope: int, table: RotaryTable) -> tuple[Tensor, Tensor]:
-    """Rotate the pairs of elements 2j and 2j + 1 in the rotary parts of the queries and the key of latent attention.
-
-    Queries [s, b, heads/t * (nope + rope)] -> [b, heads/t, s, nope + rope], of which the first `nope` elements of each
-    head are not rotated; the key that all heads share, [s, b, rope] -> [b, 1, s, rope]. The first elements of all pairs
-    then precede the second ones, in queries and key alike.
-    """
-
-    def rotate(x: Tensor) -> Tensor:
-        return apply_rotary(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), table)
-
-    heads = queries.unflatten(-1, (-1, nope + key.shape[-1]))
-    q = torch.cat((heads[..., :nope], rotate(heads[..., nope:])), dim=-1)
-    return q.permute(1, 2, 0, 3), rotate(key.unsqueeze(2)).permute(1, 2, 0, 3)
-
-
-def _expand_latent(expanded: Tensor, key: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
-    """Return keys [b, heads/t, s, nope + rope] and values [b, heads/t, s, width of a value] of latent attention.
-
-    `expanded` [s, b, heads/t * (nope + value)] is computed from the latents, `key` [b, 1, s, rope] is the shared
-    rotated part. Values narrower than keys are padded with zeros: torch's fastest kernels need equal widths.
-    """
-    k, v = expanded.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).tensor_split((nope,), dim=-1)
-    k = torch.cat((k, key.expand(-1, heads, -1, -1)), dim=-1)
-    missing = k.shape[-1] - v.shape[-1]
-    return k, F.pad(v, (0, missing)) if missing > 0 else v
-
-
-def _gate(attended: Tensor, gate: Tensor) -> Tensor:
-    return attended * torch.sigmoid(gate)
-
-
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
 
@@ -106,8 +49,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     """Apply attention: q [b, heads/t, s, d], k [b, kv_heads/t, positions, d], v [b, kv_heads/t, positions, width of a
     value] -> [b, heads/t, s, width of a value].
 
-    `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions]. Scores
-    are multiplied by `scale`.
+    `mask` is True where a query may attend, and broadcastable to [b, heads, s, positions]; for a single query it is the
+    same for all heads, [b, 1, 1, positions]. None means causal: each query sees the positions up to its own, and a
+    single query, being the newest, sees all. Scores are multiplied by `scale`.
     """
     if q.shape[2] == 1 and q.is_cuda:
         with sdpa_kernel(_WITHOUT_PLANS):
@@ -142,6 +86,10 @@ def _swiglu(gate_up: Tensor, quick_gelu: bool = False, limit: float | None = Non
     return (gate * torch.sigmoid(_QUICK_GELU_SLOPE * gate) if quick_gelu else F.silu(gate)) * up
 
 
+def _unchanged(operation: Callable[..., Any], projections: int) -> Callable[..., Any]:
+    return operation
+
+
 @dataclass(frozen=True)
 class Operations:
     """The replaceable operations of a model; the defaults are torch's own."""
@@ -149,14 +97,9 @@ class Operations:
     norm: NormFunction = _rms_norm
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _add_norm
     """(stream, output, weight, epsilon) -> their sum and its norm."""
-    split_heads: Callable[
-        [Tensor, Sequence[int], int, RotaryTable, tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor, Tensor]
-    ] = _split_heads
-    rotate_latent: Callable[[Tensor, Tensor, int, RotaryTable], tuple[Tensor, Tensor]] = _rotate_latent
-    expand_latent: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = _expand_latent
+    of_heads: Callable[[Callable[..., Any], int], Callable[..., Any]] = _unchanged
+    """Wraps an elementwise operation of a mixer, of whose arguments so many, from the first on, are its projections."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = _attend
-    gate: Callable[[Tensor, Tensor], Tensor] = _gate
-    """(attended [..., n], gate [..., n]) -> [..., n], the output gate."""
     swiglu: Callable[..., Tensor] = _swiglu
     """gates and ups [..., 2 n] -> [..., n]; other arguments are those of the model, which `for_model` binds."""
     linear: LinearFunction | None = None
@@ -205,7 +148,7 @@ class BuildContext(Placement):
 
 def with_norm(norm: NormFunction) -> Operations:
     """Return torch's operations with another norm."""
-    return Operations(norm, partial(_add_norm, norm=norm), partial(_split_heads, norm=norm))
+    return Operations(norm, partial(_add_norm, norm=norm))
 
 
 def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:
@@ -224,10 +167,8 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
         operations,
         norm=compiled(operations.norm),
         add_norm=compiled(operations.add_norm),
-        split_heads=compiled(operations.split_heads),
-        rotate_latent=compiled(operations.rotate_latent),
-        expand_latent=compiled(operations.expand_latent),
-        gate=compiled(operations.gate),
+        # One compiled operation serves all layers.
+        of_heads=cache(lambda operation, projections: compiled(operations.of_heads(operation, projections))),
         swiglu=compiled(operations.swiglu),
     )
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megatron_ladder.blueprint.model import local_lanes
-from megatron_ladder.blueprint.tensors import SubBlockTensors, TensorSpec
+from megatron_ladder.blueprint.specs import TensorSpec
+from megatron_ladder.blueprint.tensors import SubBlockTensors
 from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.mixers.attention import Attention, attention_factor
 
 
 class RotaryTable(NamedTuple):
@@ -20,7 +20,7 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
-def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _rotary_frequencies(mixer: Attention, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return f_j for j in 0 .. d/2-1, in radians per position.
 
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
@@ -28,7 +28,7 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     (arXiv 2309.00071) keeps those of at least beta_fast turns in the original positions, divides those of at most
     beta_slow turns, and interpolates linearly in j between, by default between whole indices.
     """
-    width = config.rotary_dim
+    config, width = mixer.config, mixer.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
     frequencies = 1.0 / (config.rotary_base**exponents)
     if config.rope_scaling == "linear":
@@ -40,34 +40,37 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         unscaled_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     else:
-        first, last = _yarn_range(config)
+        first, last = _yarn_range(mixer)
         indices = torch.arange(width // 2, dtype=dtype, device=device)
         unscaled_part = 1 - ((indices - first) / (last - first)).clamp(0.0, 1.0)
     return (1 - unscaled_part) * frequencies / config.rope_scaling_factor + unscaled_part * frequencies
 
 
-def _yarn_range(config: ModelConfig) -> tuple[float, float]:
+def _yarn_range(mixer: Attention) -> tuple[float, float]:
     """Return the indices j of the last frequency that YaRN keeps, and of the first one that it scales in full."""
+
+    config, width = mixer.config, mixer.rotary_dim
 
     def index_of(turns: float) -> float:
         length = config.rope_original_max_position_embeddings / (2 * math.pi)
-        return config.rotary_dim * math.log(length / turns) / (2 * math.log(config.rotary_base))
+        return width * math.log(length / turns) / (2 * math.log(config.rotary_base))
 
     first, last = index_of(config.rope_beta_fast), index_of(config.rope_beta_slow)
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    first, last = max(first, 0), min(last, width - 1)
     return first, last + 0.001 if first == last else last
 
 
-def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dtype) -> RotaryTable:
+def rotary_table(mixer: Attention, positions: Tensor, compute_dtype: torch.dtype) -> RotaryTable:
     """Return cosines and sines for integer positions [s, b or 1].
 
     They are fp64 for fp64 models and fp32 for all others: rounding to half precision would shift far positions.
     """
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(config, dtype, positions.device)
-    cos, sin = config.attention_factor * angles.cos(), config.attention_factor * angles.sin()
+    angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(mixer, dtype, positions.device)
+    factor = attention_factor(mixer.config)
+    cos, sin = factor * angles.cos(), factor * angles.sin()
     return RotaryTable(torch.cat((cos, cos), dim=-1).unsqueeze(2), torch.cat((-sin, sin), dim=-1).unsqueeze(2))
 
 

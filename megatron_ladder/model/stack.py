@@ -21,9 +21,10 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, MirrorPlan, walk_mirrored
-from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
+from megatron_ladder.model.bodies import MLP, MixerBody, MixerMLP
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import Experts
+from megatron_ladder.model.mixers.mixer import Heads
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.own_partials import LaneBodies, LaneNorm, OwnPartialsRecord, walk_own_partials
@@ -31,14 +32,14 @@ from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
 
 BODIES: dict[SubBlockKind, type[Body]] = {
-    SubBlockKind.ATTENTION: Attention,
+    SubBlockKind.MIXER: MixerBody,
     SubBlockKind.MLP: MLP,
-    SubBlockKind.ATTENTION_MLP: AttentionMLP,
+    SubBlockKind.MIXER_MLP: MixerMLP,
     SubBlockKind.EXPERTS: Experts,
-    SubBlockKind.ATTENTION_EXPERTS: Experts,
+    SubBlockKind.MIXER_EXPERTS: Experts,
     SubBlockKind.ROUTED_EXPERTS: Experts,
     SubBlockKind.SHARED_EXPERT: MLP,
-    SubBlockKind.SECOND_ATTENTION: Attention,
+    SubBlockKind.SECOND_MIXER: MixerBody,
     SubBlockKind.SECOND_MLP: MLP,
 }
 
@@ -64,7 +65,7 @@ class _TransformerLayer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
-        number = sum(kind.attends for kinds in build.config.layer_kinds[:layer] for kind in kinds)
+        number = sum(kind.has_mixer for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         has_lanes = build.config.lanes > 0
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
@@ -72,7 +73,7 @@ class _TransformerLayer(nn.Module):
                 self.norms[kind.norm] = (LaneNorm if has_lanes else RMSNorm)(build, tensors.norm)
             new_body = functools.partial(LaneBodies, BODIES[kind]) if has_lanes else BODIES[kind]
             self.bodies[kind.value] = new_body(build, number, tensors)
-            number += kind.attends
+            number += kind.has_mixer
 
     def sub_blocks(
         self, wired_sub_blocks: Sequence[WiredSubBlock], mesh: ProcessMesh, recompute: bool, name: str, span: Span
@@ -126,6 +127,7 @@ class TransformerStack(nn.Module):
         self._firsts = [sum(map(len, wired[: layers.start])) for layers in chunks]
         """The first sub-block of each chunk."""
         self.layers = nn.ModuleDict({str(n): _TransformerLayer(build, n) for layers in chunks for n in layers})
+        self._all_heads = [module for module in self.modules() if isinstance(module, Heads)]
         self.rewire(wired)
 
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
@@ -143,6 +145,11 @@ class TransformerStack(nn.Module):
             for norm in {step.norm for step in steps}:
                 (section,) = norm.sections["weight"]
                 norm.sections["weight"] = (replace(section, is_partial=norm in crossing),)
+
+    def prepare(self, context: SequenceContext) -> SequenceContext:
+        """Add what the mixers of this rank share between layers."""
+        first = {heads.mixer.name: heads for heads in reversed(self._all_heads)}
+        return context._replace(prepared={name: heads.prepare(context) for name, heads in first.items()})
 
     def slots_in(self, chunk: int) -> int:
         """Number of slots of the state that enters a chunk: the stream, and the missing outputs."""

@@ -16,9 +16,10 @@ unreduced partial sums, [1 + pending x shards, s / shards, b, h]. A sub-block's 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,37 +33,23 @@ from megatron_ladder.comm.spans import Span
 from megatron_ladder.comm.stream import StreamLayout, share_gradient
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stats import PassStats
 
-
-class StateCache(Protocol):
-    """What sub-blocks remember of earlier positions, in generation: a state for each sub-block and slot of the batch.
-
-    The state of attention is its keys and values [b, kv_heads/t, positions, d].
-    """
-
-    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store what new positions add to a state, and return the state that they see.
-
-        `number` counts the states of a rank.
-        """
+if TYPE_CHECKING:
+    from megatron_ladder.model.mixers.mixer import States
 
 
 class SequenceContext(NamedTuple):
     """Facts about the positions that a layer processes, the same for every layer."""
 
-    rotary: RotaryTable
-    """Cosines and sines of the positions."""
-    cache: StateCache | None = None
-    """Earlier positions; None in training."""
-    mask: Tensor | None = None
-    """Boolean, True where a query may attend, broadcastable to [b, heads, s, positions]. None means causal: each query
-    sees the positions up to its own, and a single query, being the newest, sees all."""
+    positions: Tensor
+    """[s, b or 1] int64."""
+    states: "States | None" = None
+    """What mixers remember of earlier positions, in generation; None in training."""
     documents: DocumentBounds | None = None
-    """In training, the documents of the rows, outside of which no query attends; None means one document per row."""
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None
-    """Replaces the model's `Operations.attend`."""
+    """In training, the documents of the rows, outside of which tokens do not mix; None means one document per row."""
+    prepared: Mapping[str, Any] = MappingProxyType({})
+    """What the mixers have made of positions and states for all of their layers, by the mixer's name."""
     token_mask: Tensor | None = None
     """Boolean [s, b], False for padding, which counts neither in losses nor in loads; None: no padding."""
     counts: bool = False

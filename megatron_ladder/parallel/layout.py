@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.specs import TensorSpec
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.parallel.products import LinearFunction, linear

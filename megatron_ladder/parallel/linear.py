@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron_ladder.blueprint.tensors import Matrix
+from megatron_ladder.blueprint.specs import Matrix
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.parallel.layout import ParallelModule, Placement

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron_ladder.blueprint.tensors import TensorSpec, loss_chunk_tokens
+from megatron_ladder.blueprint.specs import TensorSpec
+from megatron_ladder.blueprint.tensors import loss_chunk_tokens
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.parallel.layout import ParallelModule, Placement
 from megatron_ladder.parallel.products import add_product

@@ -19,6 +19,7 @@ from megatron_ladder import __version__
 from megatron_ladder.blueprint import tensors
 from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.specs import padded_vocab_size
 from megatron_ladder.blueprint.wiring import layers_text, plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
@@ -39,7 +40,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
     """Return the derived numbers of a run and of its data, one per line."""
     run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
     flops = ModelFlops(model, training.seq_length)
-    vocab_size = tensors.padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
+    vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
     used = f", of which a token uses {tensors.active_parameters(model):,}" if model.moe_layers else ""
     distillation = trainer.model.distillation
     rows = {

@@ -40,7 +40,7 @@ def gradients_and_events(
     loss.backward()
     if compiled:
         # One graph per function and kind of arguments, independent of the number of layers.
-        most = 17 if config.is_latent else 12
+        most = 17 if config.kv_lora_rank else 12
         assert 2 < counters["stats"]["unique_graphs"] <= most, counters["stats"]
         assert not counters["graph_break"]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

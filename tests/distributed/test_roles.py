@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ladder_lab.cost.memory import Layout, _stage_moments
-from megatron_ladder.blueprint.tensors import Role, model_tensors
+from megatron_ladder.blueprint.specs import Role
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.engine.optimizer import parameter_groups

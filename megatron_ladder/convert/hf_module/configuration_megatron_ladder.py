@@ -159,7 +159,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     @property
     def attentions_per_layer(self) -> int:
         """The number of attentions of a layer."""
-        return sum(kind.attends for kind in WIRINGS[self.residual_mode].sub_blocks)
+        return sum(kind.has_mixer for kind in WIRINGS[self.residual_mode].sub_blocks)
 
     @property
     def layer_count(self) -> int:

@@ -155,7 +155,12 @@ LATENT: dict[str, Any] = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_h
 def test_latent_attention() -> None:
     config, errors = resolve(**LATENT, num_key_value_heads=None, residual_mode="ladder", lanes=4)
     assert not errors
-    assert (config.num_key_value_heads, config.head_dim, config.rotary_dim, config.value_dim) == (1, 20, 8, 16)
+    assert (
+        config.num_key_value_heads,
+        config.head_dim,
+        config.mixer_of(0).rotary_dim,
+        config.mixer_of(0).value_dim,
+    ) == (1, 20, 8, 16)
     assert ModelConfig.from_dict(config.to_dict(), "file") == config
     assert resolve_model(config.to_flags(), 1000, 2048, 1) == config
     # Lanes of a rank would share the latent.

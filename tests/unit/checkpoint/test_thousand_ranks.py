@@ -16,7 +16,8 @@ import torch
 
 from ladder_lab.bench.sizes import SIZES
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.blueprint.specs import TensorSpec
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import (
     BoxRecord,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.optimizers import MOMENTS
-from megatron_ladder.blueprint.tensors import Role, TensorSpec
+from megatron_ladder.blueprint.specs import Role, TensorSpec
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import Piece, Span

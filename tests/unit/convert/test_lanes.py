@@ -125,7 +125,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
         module = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).double().eval()
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
         module.load_state_dict(module_tensors(weights) | tied)
-        module.model.rotary_emb = ExactRotary(config.rotary_dim)
+        module.model.rotary_emb = ExactRotary(config.mixer_of(0).rotary_dim)
         return module, weights
 
     return build

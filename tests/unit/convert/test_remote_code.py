@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
+from megatron_ladder.blueprint.mixers.attention import attention_factor
 from megatron_ladder.checkpoint.hf_config import hf_config, model_config_from_hf
 from megatron_ladder.convert.small_files import imported_card
 from tests.helpers.commands import run_command
@@ -85,20 +86,20 @@ def test_yarn_of_published_models() -> None:
     fields = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 32768}
     expected = replace(OURS, **fields, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0)
     assert model_config_from_hf(plain | {"rope_scaling": YARN}) == expected
-    assert expected.attention_factor == 0.1 * math.log(4) + 1
+    assert attention_factor(expected) == 0.1 * math.log(4) + 1
     both = {"rope_parameters": YARN | {"rope_theta": 5e5, "beta_fast": 32}, "rope_scaling": YARN}
     assert model_config_from_hf(plain | both) == expected
     old = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True}
-    assert model_config_from_hf(plain | {"rope_scaling": old}).attention_factor == 0.1 * math.log(16) + 1
+    assert attention_factor(model_config_from_hf(plain | {"rope_scaling": old})) == 0.1 * math.log(16) + 1
     factor = {"attention_factor": 1.138629436111989, "truncate": True}
     assert model_config_from_hf(plain | {"rope_scaling": YARN | factor}) == expected
     implied = {"rope_type": "yarn", "factor": 4.0}
     assert model_config_from_hf(plain | {"rope_scaling": implied}).rope_original_max_position_embeddings == 131072
     deepseek = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
     read = model_config_from_hf(plain | {"rope_scaling": YARN | deepseek})
-    assert (read.attention_factor, read.rope_mscale_all_dim) == (1.0, 1.0)
+    assert (attention_factor(read), read.rope_mscale_all_dim) == (1.0, 1.0)
     assert "attention_factor" not in hf_config(read, dtype="float32")["rope_parameters"]
-    assert hf_config(expected, dtype="float32")["rope_parameters"]["attention_factor"] == expected.attention_factor
+    assert hf_config(expected, dtype="float32")["rope_parameters"]["attention_factor"] == attention_factor(expected)
 
 
 OWN = {"model_type": "megatron_ladder", "residual_mode": "ladder"}

@@ -80,7 +80,7 @@ def test_the_table_of_latent_caches_is_what_generation_allocates() -> None:
     assert len(rows) == 4
     for name, of_latents, *of_heads in rows:
         config = find_size(name.lower())
-        heads, width = config.num_attention_heads, config.head_dim + config.value_dim
+        heads, width = config.num_attention_heads, config.head_dim + config.mixer_of(0).value_dim
         plain = replace(config, kv_lora_rank=0, num_key_value_heads=heads, head_dim=width // 2)
         for ranks, cell in zip((1, 2, 8), of_heads, strict=True):
             if heads % ranks:

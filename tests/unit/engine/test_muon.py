@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ladder.blueprint.tensors import Role, TensorSpec
+from megatron_ladder.blueprint.specs import Role, TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh

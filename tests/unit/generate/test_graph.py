@@ -23,6 +23,7 @@ from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from megatron_ladder.model import flash_attention
+from megatron_ladder.model.mixers import columns
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine
 
 aten = torch.ops.aten
@@ -257,7 +258,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
 
     monkeypatch.setattr(flash_attention, "flash_attention_forward", counted)
     monkeypatch.setattr(flash_attention, "_HAS_PAGES", paged)
-    monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
+    monkeypatch.setattr(columns, "counts_filled_columns", lambda *arguments: True)
     for module in (slots, engine_module):
         monkeypatch.setattr(module, "prompt_width", lambda longest, positions, device: min(16, positions))
     engine = tiny_engine(config, weights)
@@ -275,5 +276,5 @@ def test_latents_are_attended_to_without_flash_attention(monkeypatch: pytest.Mon
     requests = [GenerationRequest(prompt, 4 + row, GREEDY) for row, prompt in enumerate(PROMPTS)]
     expected = [generation.ids for generation in tiny_engine(config).generate(requests)]
     monkeypatch.setattr(flash_attention, "flash_attention_forward", Mock(side_effect=AssertionError))
-    monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
+    monkeypatch.setattr(columns, "counts_filled_columns", lambda *arguments: True)
     assert [generation.ids for generation in tiny_engine(config).generate(requests)] == expected

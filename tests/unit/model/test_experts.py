@@ -17,7 +17,6 @@ from megatron_ladder.convert.hf_module.configuration_megatron_ladder import Mega
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderRouter
 from megatron_ladder.model import experts
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule, initialize
@@ -77,7 +76,7 @@ def run_body(config: ModelConfig, weights: dict[str, Tensor], x: Tensor) -> Body
     model = LanguageModel(config, ProcessMesh.single(), dtype=x.dtype)
     fill_slices(model, weights)
     (body,) = (module for module in model.modules() if isinstance(module, experts.Experts))
-    output = body(x, SequenceContext(rotary_table(config, torch.zeros(1, 1), x.dtype)))
+    output = body(x, SequenceContext(torch.zeros(1, 1)))
     assert isinstance(output, BodyOutput)
     return output
 

@@ -9,6 +9,7 @@ from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
+from megatron_ladder.blueprint.mixers.attention import attention_factor
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.model.rotary import rotary_table
 from tests.helpers.sharded import small_model
@@ -52,10 +53,10 @@ def test_frequencies_of_yarn(changes: dict[str, Any], rounded: bool) -> None:
     config = small_model(rope_scaling="yarn", yarn_correction_range_round_to_int=rounded, **values)
     frequencies, magnitude = of_transformers(config)
     # Of position 1, in fp64, so that the angle follows from its sine and cosine.
-    table = rotary_table(config, torch.ones(1, 1), torch.float64)
+    table = rotary_table(config.mixer_of(0), torch.ones(1, 1), torch.float64)
     cos, sin = table.cos[0, 0, 0], table.sin[0, 0, 0]
     assert torch.hypot(cos, sin).allclose(torch.tensor(magnitude, dtype=torch.float64), rtol=1e-12)
-    angles = torch.atan2(sin, cos)[config.rotary_dim // 2 :]
+    angles = torch.atan2(sin, cos)[config.mixer_of(0).rotary_dim // 2 :]
     assert angles.allclose(frequencies.double(), rtol=1e-6, atol=0)
 
 
@@ -76,12 +77,12 @@ def test_magnitudes_of_yarn(mscale: float, mscale_all_dim: float) -> None:
     values = {"rope_scaling_factor": 40.0, "rope_mscale": mscale, "rope_mscale_all_dim": mscale_all_dim}
     config = small_model(rope_scaling="yarn", **values)
     _, magnitude = of_transformers(config, mscale=mscale, mscale_all_dim=mscale_all_dim)
-    assert config.attention_factor == magnitude
+    assert attention_factor(config) == magnitude
 
 
 def test_the_scores_of_latent_attention_are_scaled() -> None:
     """By the published factor of Instella-MoE; those of other attention are not."""
     yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_mscale_all_dim": 1.0, "head_dim": 128}
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "num_key_value_heads": 1}
-    assert small_model(**yarn, **latent).softmax_scale == pytest.approx(0.16563, rel=1e-4)
-    assert small_model(**yarn).softmax_scale == 1 / math.sqrt(128)
+    assert small_model(**yarn, **latent).mixer_of(0).softmax_scale == pytest.approx(0.16563, rel=1e-4)
+    assert small_model(**yarn).mixer_of(0).softmax_scale == 1 / math.sqrt(128)

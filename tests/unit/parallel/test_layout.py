@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ladder.blueprint.tensors import Role, TensorSpec
+from megatron_ladder.blueprint.specs import Role, TensorSpec
 from megatron_ladder.parallel.layout import Section, split_interval
 
 

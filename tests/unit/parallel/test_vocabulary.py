@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ladder.blueprint.tensors import Role, TensorSpec
+from megatron_ladder.blueprint.specs import Role, TensorSpec
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead

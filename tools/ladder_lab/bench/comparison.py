@@ -172,5 +172,5 @@ class WiringComparison:
         assert parsed is not None
         number, unit = parsed
         calibration = prediction.by_bound["no-comm"]
-        attention = calibration.kinds[SubBlockKind.ATTENTION].forward
+        attention = calibration.kinds[SubBlockKind.MIXER].forward
         return number * {"s": 1.0, "c": calibration.sub_block, "a": attention}[unit]

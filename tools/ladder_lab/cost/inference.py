@@ -17,6 +17,7 @@ latents. This takes as many products as expanding the latent of one token. Score
 Prefill expands latents.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
-from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import Branch, Role, SubBlockTensors, head_tensor, layer_tensors, model_tensors
+from megatron_ladder.blueprint.mixers.mixer import Mixer
+from megatron_ladder.blueprint.model import ModelConfig, mixer_states
+from megatron_ladder.blueprint.specs import Branch, Role
+from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors
 from megatron_ladder.blueprint.wiring import BranchKind
 
 BYTES = 2
@@ -92,7 +95,7 @@ class InferenceRequest:
     @property
     def is_expanded(self) -> bool:
         """Whether attention reads keys and values for each query head, and writes scores."""
-        return self.attention == "expanded" and not self.model.is_latent
+        return self.attention == "expanded" and not self.model.kv_lora_rank
 
     def reduce_seconds(self, tokens: int) -> float:
         """Return the time of an all-reduce of the stream of so many tokens."""
@@ -132,8 +135,9 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
     for tensor in model_tensors(request.model):
         number_bytes = request.weight_bits / 8 if tensor.role is Role.MATRIX else BYTES
         weights += tensor.local_numel(request.ranks) * number_bytes
-    places = (request.prompt + request.new_tokens) * request.batch
-    return InferenceMemory(weights, places * _cache_bytes(request) * request.model.attention_sub_blocks)
+    positions = request.prompt + request.new_tokens
+    states = itertools.chain.from_iterable(mixer_states(request.model, request.ranks))
+    return InferenceMemory(weights, request.batch * sum(spec.bytes(positions, BYTES) for spec in states))
 
 
 def predict_inference(request: InferenceRequest) -> InferenceTimes:
@@ -184,14 +188,11 @@ def _read_rate(request: InferenceRequest) -> float:
     return _constants(request).rate * request.machine.gpu.memory_bytes_per_second
 
 
-def _cache_bytes(request: InferenceRequest, of_queries: bool = False) -> float:
-    """Return the bytes of keys and values, or of the latent, of one token and layer on one rank.
-
-    `of_queries`: with a copy for each query head.
-    """
+def _state_bytes(request: InferenceRequest, mixer: Mixer, positions: float) -> float:
+    """Return the bytes of a mixer's states of one sequence on one rank, with a copy for each query head if expanded."""
     model = request.model
-    heads = max((model.num_attention_heads if of_queries else model.num_key_value_heads) / request.ranks, 1)
-    return BYTES * heads * sum(request.model.cached_widths)
+    copies = model.num_attention_heads / max(model.num_key_value_heads, request.ranks) if request.is_expanded else 1
+    return copies * sum(spec.bytes(positions, BYTES) for spec in mixer.states(request.ranks))
 
 
 def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_blocks: int, positions: float) -> float:
@@ -209,19 +210,11 @@ def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_b
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
-        if branch.kind is BranchKind.ATTENTION:
-            loading = _cache_bytes(request, request.is_expanded) / request.machine.gpu.memory_bytes_per_second
-            scoring = 2 * _decode_score_width(request.model, branch) / request.ranks
-            scoring /= FLOPS_SHARE * request.machine.gpu.peak_flops
-            seconds += request.batch * positions * max(loading, scoring)
+        if branch.mixer:
+            loading = _state_bytes(request, branch.mixer, positions) / request.machine.gpu.memory_bytes_per_second
+            computing = branch.mixer.decode_flops(positions) / request.ranks
+            seconds += request.batch * max(loading, computing / (FLOPS_SHARE * request.machine.gpu.peak_flops))
     return seconds
-
-
-def _decode_score_width(model: ModelConfig, branch: Branch) -> int:
-    """Return `branch.score_width` in a decode step, where every latent of latent attention is key and value."""
-    if not model.is_latent:
-        return branch.score_width
-    return model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
 
 
 def _weights_read(branch: Branch, tokens: float, ranks: int) -> float:
@@ -239,12 +232,13 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
     streams = STREAM_PASSES * BYTES * tokens * request.model.hidden_size / request.machine.gpu.memory_bytes_per_second
     seconds = 0.0
     for branch in sub_block.branches:
-        # A flash kernel skips the masked half of the scores.
-        scores = request.prompt * branch.score_width / 2 / request.ranks
-        flops = tokens * 2 * (branch.weights_per_token(request.ranks) + scores)
+        flops = tokens * 2.0 * branch.weights_per_token(request.ranks)
+        if branch.mixer:
+            # A flash kernel skips masked scores.
+            flops += branch.mixer.flops(tokens, branch.mixer.causal_positions(request.prompt)) / request.ranks
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
-        if request.is_expanded and branch.kind is BranchKind.ATTENTION:
+        if request.is_expanded and branch.kind is BranchKind.MIXER:
             heads = request.model.num_attention_heads / request.ranks
             moved = SCORE_PASSES * BYTES * tokens * request.prompt * heads
             seconds += moved / request.machine.gpu.memory_bytes_per_second
@@ -252,4 +246,4 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
 
 
 def _share_of_floor(branch: Branch) -> float:
-    return ATTENTION_FLOOR if branch.kind is BranchKind.ATTENTION else 1 - ATTENTION_FLOOR
+    return ATTENTION_FLOOR if branch.kind is BranchKind.MIXER else 1 - ATTENTION_FLOOR

@@ -53,15 +53,13 @@ from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.optimizers import optimizer_kind
+from megatron_ladder.blueprint.specs import Branch, TensorSpec, padded_vocab_size
 from megatron_ladder.blueprint.tensors import (
-    Branch,
-    TensorSpec,
     embedding_tensor,
     final_norm_tensor,
     kept_expert_rows,
     layer_tensors,
     loss_chunk_tokens,
-    padded_vocab_size,
     uniform_partition,
 )
 from megatron_ladder.blueprint.wiring import BranchKind, plan_reads
@@ -188,7 +186,7 @@ def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: 
         return kept + branch.inputs["gate"].weight.width(ranks)
     if model.attention_output_gate:
         kept += 2 * branch.output.weight.width(ranks)
-    if model.is_latent:
+    if model.kv_lora_rank:
         return kept + _kept_of_latents(model, branch, ranks)
     # Queries and keys after rotary embedding.
     return kept + sum(branch.inputs[name].weight.width(ranks) for name in ("q", "k"))
@@ -198,10 +196,10 @@ def _kept_of_latents(model: ModelConfig, branch: Branch, ranks: int) -> int:
     """Return the numbers per token of what latent attention computes from its inputs and keeps."""
     heads = model.num_attention_heads // ranks
     queries_and_keys = 2 * model.head_dim
-    is_padded = model.value_dim < model.head_dim
+    is_padded = model.v_head_dim < model.head_dim
     # Values that are not padded are a part of what is expanded.
-    values = 2 * model.head_dim if is_padded else model.qk_nope_head_dim + model.value_dim
-    return sum(norm.numel for norm in branch.norms.values()) + heads * (queries_and_keys + values)
+    values = 2 * model.head_dim if is_padded else model.qk_nope_head_dim + model.v_head_dim
+    return sum(norm.numel for norm in branch.inner.values()) + heads * (queries_and_keys + values)
 
 
 def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:

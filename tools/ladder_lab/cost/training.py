@@ -60,10 +60,9 @@ from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, partial_gradient_bytes
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.specs import Branch, TensorSpec
 from megatron_ladder.blueprint.tensors import (
-    Branch,
     SubBlockTensors,
-    TensorSpec,
     embedding_tensor,
     head_tensor,
     layer_tensors,
@@ -176,9 +175,10 @@ class LayerTime:
         others = streams / (layout.tensor if layout.sequence_parallel else 1)
         products = wgrad = inner_wgrad = 0.0
         for branch in sub_block.branches:
-            # A flash kernel skips the masked half of the scores.
-            scores = self.sequence * branch.score_width / 2 / layout.tensor
-            others += self.product(2 * self.tokens * scores, 0)
+            if branch.mixer:
+                # A flash kernel skips masked scores.
+                seen = branch.mixer.causal_positions(self.sequence)
+                others += self.product(branch.mixer.flops(self.tokens, seen) / layout.tensor, 0)
             inputs = [matrix.weight for matrix in branch.inputs.values()]
             of_inputs = self._products(inputs, branch)
             of_others = self._products((matrix for matrix in branch.matrices if matrix not in inputs), branch)

@@ -11,7 +11,7 @@ from ladder_lab.cost.links import WireModel
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SubBlockKind
 
-ATTENTION, MLP = SubBlockKind.ATTENTION, SubBlockKind.MLP
+ATTENTION, MLP = SubBlockKind.MIXER, SubBlockKind.MLP
 SERIAL = WireModel()
 SHAPE = find_size("4x64x64x2x2x256")
 FORWARD = Calibration({ATTENTION: SubBlockSeconds(3.0), MLP: SubBlockSeconds(5.0)}, 33.0, SHAPE)

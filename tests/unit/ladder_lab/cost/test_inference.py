@@ -14,7 +14,7 @@ from ladder_lab.cost import inference
 from ladder_lab.cost.inference import EXPERTS_FLOOR, InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import PRESETS, Machine
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.tensors import padded_vocab_size
+from megatron_ladder.blueprint.specs import padded_vocab_size
 from tests.helpers.commands import REPOSITORY_ROOT
 
 LLAMA = SIZES["llama-8b"]

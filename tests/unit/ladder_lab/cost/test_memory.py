@@ -24,7 +24,8 @@ from ladder_lab.cost.memory import (
 from ladder_lab.dry_run.one_rank import OPERATIONS
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
-from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.specs import padded_vocab_size
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh

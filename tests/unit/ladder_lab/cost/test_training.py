@@ -12,7 +12,8 @@ from ladder_lab.cost.training import LayerTime, model_flop_utilisation, step_tim
 from ladder_lab.plan.layouts import PlanRequest, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.flops import ModelFlops
-from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.specs import padded_vocab_size
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import _captures

@@ -1,0 +1,1 @@
+"""The token mixers: what each one of `blueprint/mixers/` computes."""

@@ -1,0 +1,130 @@
+"""Causal softmax attention over grouped heads.
+
+Layouts: queries [s, b, heads, d]; the attention product itself [b, heads/t, s, d].
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint import mixers
+from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.model.documents import document_attention
+from megatron_ladder.model.mixers import columns
+from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
+from megatron_ladder.model.mixers.mixer import Heads, States
+from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import BuildContext, NormFunction
+from megatron_ladder.model.rotary import RotaryTable, apply_rotary, rotary_table
+from megatron_ladder.model.sub_block import SequenceContext
+
+
+class AttentionInputs(NamedTuple):
+    """What all layers with the same attention share."""
+
+    rotary: RotaryTable
+    """Cosines and sines of the positions."""
+    columns: PromptColumns | TokenColumns | None = None
+    """In generation, where keys and values are kept."""
+
+
+class AttentionHeads(Heads):
+    """See `blueprint/mixers/attention.py`."""
+
+    mixer: mixers.attention.Attention
+
+    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
+        super().__init__(build, number, branch, widths)
+        config = build.config
+        operations = build.operations
+        self.attend_once = operations.attend
+        self.norm = operations.norm
+        self.split_heads = operations.of_heads(_split_heads, 1)
+        self.gate = operations.of_heads(_gate, 0)
+        named_widths = dict(zip(branch.inputs, widths, strict=True))
+        self.gate_width = named_widths.pop("gate", 0)
+        self.widths = tuple(named_widths.values())
+        self.epsilon = config.norm_epsilon
+        self.head_dim = config.head_dim
+        self.scale = self.mixer.softmax_scale
+        self.dtype = build.dtype
+        self.q_norm, self.k_norm = None, None
+        if "q" in branch.inner:
+            self.q_norm, self.k_norm = (RMSNorm(build, branch.inner[name], own_input=True) for name in ("q", "k"))
+
+    def prepare(self, context: SequenceContext) -> AttentionInputs:
+        """See `Heads.prepare`."""
+        table = rotary_table(self.mixer, context.positions, self.dtype)
+        return AttentionInputs(table, None if context.states is None else self._columns(context.states, context))
+
+    def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:
+        if states.lengths is not None:
+            return PromptColumns.of(states, len(context.positions), 0)
+        return TokenColumns.of(states, self.number, "k", context.positions[0], self._counts_filled(context))
+
+    def _counts_filled(self, context: SequenceContext) -> bool:
+        return columns.counts_filled_columns(self.dtype, self.head_dim, context.positions.device)
+
+    def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
+        """See `Heads.forward`."""
+        gate = None
+        if self.gate_width:
+            projected, gate = projected.split((sum(self.widths), self.gate_width), dim=-1)
+        inputs: AttentionInputs = context.prepared[self.mixer.name]
+        attended = self.attend(projected, context, inputs).permute(2, 0, 1, 3).flatten(2)
+        return attended if gate is None else self.gate(attended, gate)
+
+    def attend(self, projected: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
+        """[s, b, sum of widths], without the gate -> [b, heads/t, s, d]."""
+        norm_weights = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm_weights = self.q_norm.weight, self.k_norm.weight
+        q, k, v = self.split_heads(
+            projected, self.widths, self.head_dim, inputs.rotary, norm_weights, self.epsilon, self.norm
+        )
+        if inputs.columns is not None:
+            assert context.states is not None
+            states = context.states.tensors[self.number]
+            k, v = inputs.columns.update((states["k"], states["v"]), (k, v))
+        return self.attend_to(q, k, v, context, inputs)
+
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
+        """Attend to the keys that each query may see."""
+        if context.documents is not None:
+            return document_attention(q, k, v, context.documents, self.scale)
+        kept = inputs.columns
+        if kept is None:
+            return self.attend_once(q, k, v, None, self.scale)
+        if kept.filled is not None:
+            return kept.filled.attend(q, k, v, self.scale)
+        return self.attend_once(q, k, v, kept.mask, self.scale)
+
+
+def _split_heads(
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    norm: NormFunction,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
+
+    Queries and keys are normed in their type if `norm_weights` are given, and rotated by their positions.
+    """
+    heads = [width // head_dim for width in widths]
+    turned, v = projected.view(*projected.shape[:-1], -1, head_dim).split((heads[0] + heads[1], heads[2]), dim=2)
+    if norm_weights is None:
+        q, k = apply_rotary(turned, table).split(heads[:2], dim=2)
+    else:
+        q, k = turned.split(heads[:2], dim=2)
+        q = apply_rotary(norm(q, norm_weights[0].to(q.dtype), epsilon), table)
+        k = apply_rotary(norm(k, norm_weights[1].to(k.dtype), epsilon), table)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def _gate(attended: Tensor, gate: Tensor) -> Tensor:
+    return attended * torch.sigmoid(gate)

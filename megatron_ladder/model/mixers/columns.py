@@ -1,0 +1,162 @@
+"""The states of attention in generation: a column of keys and values for each position, or for those of a window.
+
+Every sequence begins in column 0, so a token's column is its position, independent of the other sequences' lengths. The
+columns of a window of W positions are a ring, in which position p has the column p mod W:
+
+    window 4, newest position 5     column      0  1  2  3
+                                    position    4  5  2  3
+
+Padding after a prompt has positions, but never a column of a ring. In states that grow its columns are overwritten by
+the next tokens of the sequence, or hidden.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.model.flash_attention import flash_attention
+from megatron_ladder.model.mixers.mixer import States
+
+_LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
+"""Limits of FlashAttention: the head's size, and the compute capability."""
+PAGE = 256
+"""FlashAttention splits the keys of a head among multiprocessors if a table lists their pages, multiples of this."""
+
+
+class PromptColumns(NamedTuple):
+    """The columns of some positions of prompts, which attend to themselves and to those before."""
+
+    before: int
+    lengths: Tensor
+    """[b] int64: see `States.lengths`."""
+    window: int
+    """Columns of the states; 0 if these grow."""
+    mask: Tensor | None = None
+    """[b or 1, 1, s, columns] of the columns of `update`; None if there are only those of the positions themselves."""
+    filled: "FilledColumns | None" = None
+
+    @staticmethod
+    def of(states: States, length: int, window: int) -> "PromptColumns":
+        """Return the columns of so many positions."""
+        assert states.lengths is not None
+        before, lengths = states.before, states.lengths
+        if not before:
+            return PromptColumns(before, lengths, window)
+        queries = torch.arange(before, before + length, device=lengths.device).unsqueeze(1)
+        keys = torch.arange(before + length, device=lengths.device).unsqueeze(0)
+        if window:
+            held = _held_positions(before, lengths, window)
+            own = queries.t().expand(len(lengths), -1)
+            keys = torch.cat((held, own), dim=1).unsqueeze(1)
+            visible = (keys >= 0) & (keys <= queries) & (keys > queries - window)
+            return PromptColumns(before, lengths, window, visible.unsqueeze(1))
+        return PromptColumns(before, lengths, window, (keys <= queries)[None, None])
+
+    def update(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Store [b, heads/t, s, width] in states of [slots, heads/t, columns, width]; return what the positions see."""
+        return [self._update(*parts) for parts in zip(stored, new, strict=True)]
+
+    def _update(self, stored: Tensor, new: Tensor) -> Tensor:
+        rows, length = new.shape[0], new.shape[2]
+        if not self.window:
+            stored[:rows, :, self.before : self.before + length] = new.to(stored.dtype)
+            return stored[:rows, :, : self.before + length].to(new.dtype) if self.before else new
+        held = stored[:rows]
+        seen = torch.cat((held.to(new.dtype), new), dim=2) if self.before else new
+        positions = _held_positions(self.before + length, self.lengths, held.shape[2])
+        index = positions - self.before
+        chosen = index.clamp(min=0)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+        is_new = (index >= 0)[:, None, :, None]
+        held.copy_(torch.where(is_new, new.gather(2, chosen).to(stored.dtype), held))
+        return seen
+
+
+def _held_positions(length: int, lengths: Tensor, window: int) -> Tensor:
+    """Return the position in each column of rings, [b, window], after `length` positions of rows; below 0: none."""
+    newest = lengths.clamp(max=length).unsqueeze(1) - 1
+    return newest - (newest - torch.arange(window, device=lengths.device)) % window
+
+
+class TokenColumns(NamedTuple):
+    """The columns of the newest token of each row, which attends to all columns that are filled."""
+
+    rows: Tensor
+    """[b heads/t] int64, the row of each head's column among the columns of all heads of all slots."""
+    extent: int
+    """Columns that may be filled."""
+    mask: Tensor | None
+    """[b, 1, 1, extent]; None if all of them are filled, or the kernel counts them."""
+    filled: "FilledColumns | None"
+
+    @staticmethod
+    def of(states: States, number: int, name: str, positions: Tensor, counts_filled: bool) -> "TokenColumns":
+        """Return the columns of tokens at `positions` [b] in a state of a mixer, and in those of the same shape."""
+        _, heads, columns, _ = states.tensors[number][name].shape
+        first_rows = torch.arange(0, len(positions) * heads * columns, columns, device=positions.device)
+        first_rows = first_rows.view(-1, heads)
+        # Only a ring has fewer columns than positions.
+        rows = (first_rows + (positions % columns).unsqueeze(1)).flatten()
+        extent = min(states.extent, columns)
+        mask, filled = None, None
+        if counts_filled:
+            counts = (positions + 1).clamp(max=columns).to(torch.int32).unsqueeze(1).expand(-1, heads).flatten()
+            starts = torch.arange(len(counts) + 1, dtype=torch.int32, device=positions.device)
+            filled = FilledColumns(starts, starts * columns, starts[:-1].unsqueeze(1), counts)
+            extent = columns
+        elif not states.is_even:
+            mask = (torch.arange(extent, device=positions.device) <= positions.unsqueeze(1))[:, None, None, :]
+        return TokenColumns(rows, extent, mask, filled)
+
+    def update(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Store [b, heads/t, 1, width]; return the columns that may be filled."""
+        seen = []
+        for state, part in zip(stored, new, strict=True):
+            state.flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(state.dtype))
+            seen.append(state[: len(part), :, : self.extent])
+        return seen
+
+
+def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Return whether torch has the kernel of `FilledColumns` for this device."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    return (
+        fits
+        and device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= _FIRST_FLASH_DEVICE
+    )
+
+
+class FilledColumns(NamedTuple):
+    """Attention to the filled columns of each sample, by a kernel for GPUs that reads no others.
+
+    Neither the shapes nor the values on the host change from token to token, so the call can be captured.
+    """
+
+    query_starts: Tensor
+    """[b kv_heads/t + 1] int32: each key-value head of each sample is a sequence of one query."""
+    key_starts: Tensor
+    """[b kv_heads/t + 1] int32: its first row among the columns of all heads."""
+    pages: Tensor
+    """[b kv_heads/t, 1] int32: its columns are one page of the cache."""
+    filled: Tensor
+    """[b kv_heads/t] int32, the number of filled columns."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `Operations.attend`."""
+        kv_heads, positions, head_dim = k.shape[1:]
+        attended = flash_attention(
+            q.reshape(-1, q.shape[1] // kv_heads, head_dim),
+            k.reshape(-1, 1, head_dim),
+            v.reshape(-1, 1, head_dim),
+            self.query_starts,
+            self.key_starts,
+            1,
+            positions,
+            scale,
+            used_keys=self.filled,
+            pages=self.pages if positions % PAGE == 0 else None,
+        )
+        return attended.view(q.shape)

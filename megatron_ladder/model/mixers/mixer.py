@@ -1,0 +1,96 @@
+"""What all token mixers have in common: heads between two products, prepared inputs, and states in generation.
+
+    projected, this rank's columns  ->  heads (with the states of earlier tokens)  ->  input of the output projection
+
+Layouts: projections [s, b, sum of widths]; states [slots, heads/t, entries, width].
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.blueprint.mixers.mixer import Mixer
+from megatron_ladder.blueprint.model import ModelConfig, mixer_states
+from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.model.operations import BuildContext
+from megatron_ladder.model.sub_block import SequenceContext
+
+
+class States(NamedTuple):
+    """What a pass of generation reads and writes: the states of a rank's mixers, in slots of the batch.
+
+    A pass computes either some positions of prompts, the same of every row, or the newest token of each row.
+    """
+
+    tensors: Sequence[Mapping[str, Tensor]]
+    """For the mixer of each layer and lane its states by name. The rows of a pass have the first slots."""
+    before: int = 0
+    """The positions of prompts before those of this pass; with 0, what is stored belongs to an earlier sequence."""
+    lengths: Tensor | None = None
+    """[b] int64: how many positions of each row are tokens of its prompt; padding follows. None for newest tokens."""
+    extent: int = 0
+    """With the newest tokens: at least the number of positions of the longest row."""
+    is_even: bool = False
+    """With the newest tokens: whether every row has `extent` positions."""
+
+    @staticmethod
+    def allocate(
+        config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> "States":
+        """Return empty states of one of `ranks` tensor-parallel ranks."""
+
+        def allocated(of_mixer: Any) -> dict[str, Tensor]:
+            tensors = {}
+            for spec in of_mixer:
+                heads, width = spec.shape
+                kept = torch.promote_types(dtype, torch.float32) if spec.is_fp32 else dtype
+                # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
+                tensors[spec.name] = torch.zeros(
+                    slots, heads, int(spec.entries(positions)), width, dtype=kept, device=device
+                )
+            return tensors
+
+        return States([allocated(of_mixer) for of_mixer in mixer_states(config, ranks)])
+
+
+class Heads(nn.Module):
+    """Maps the projections of a branch's inputs to what its output projection multiplies, on this rank's heads."""
+
+    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
+        """`number` counts the mixers of a rank, and `widths` are those of the branch's inputs on this rank."""
+        super().__init__()
+        assert branch.mixer is not None
+        self.mixer: Mixer = branch.mixer
+        self.number = number
+
+    def prepare(self, context: SequenceContext) -> Any:
+        """Return, as a NamedTuple, what depends on positions and states, but is the same in all layers of the mixer."""
+
+    def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
+        """[s, b, sum of widths] -> [s, b, columns of the output matrix / t]."""
+        raise NotImplementedError
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return prepared inputs with the results of a function of their tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*(map_tensors(function, part) for part in value))
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return all tensors of prepared inputs."""
+    found: list[Tensor] = []
+
+    def find(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(find, value)
+    return found
