@@ -42,15 +42,16 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.convert.outputs import size_text
     from megatron_ladder.data.reading.find import find_sources
     from megatron_ladder.data.reading.protocol import Reading
-    from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TextSample, train_bpe, train_sentencepiece
-    from megatron_ladder.tokenizers.kinds import load_tokenizer
+    from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TRAINERS, TextSample
+    from megatron_ladder.tokenizers.kinds import load_tokenizer, tokenizer_kind
 
     sources = find_sources(config.input, Reading(config.json_keys))
-    is_sentencepiece = config.model_type == "sentencepiece"
-    path = config.model_prefix.with_name(config.model_prefix.name + (".model" if is_sentencepiece else ".json"))
+    trainer = TRAINERS[config.model_type]
+    (name,) = tokenizer_kind(trainer.tokenizer_type).files
+    path = config.model_prefix.with_name(config.model_prefix.name + Path(name).suffix)
     if problem := output_problem(path, "file"):
         raise UserError(f"--model-prefix {config.model_prefix}: cannot write {path}: {problem}: give another")
-    sample = TextSample(sources, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
+    sample = TextSample(sources, config.max_megabytes * 1_000_000, in_lines=trainer.in_lines)
     amount = f"at most {size_text(sample.used_bytes)}"
     if sample.input_bytes is not None:
         amount = f"{size_text(sample.used_bytes)} of {size_text(sample.input_bytes)}"
@@ -59,14 +60,14 @@ def main(argv: Sequence[str]) -> None:
     # Libraries would ignore Ctrl-C for minutes or call it an error; here it ends the process.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
+        model = trainer.train(sample, config.vocab_size)
     finally:
         signal.signal(signal.SIGINT, before)
     if sample.too_long:
         print(f"{sample.too_long:,} lines of more than {MAX_LINE_BYTES >> 10} KiB were left out")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, model)
-    tokenizer = load_tokenizer("SentencePieceTokenizer" if is_sentencepiece else "HuggingFaceTokenizer", path)
+    tokenizer = load_tokenizer(trainer.tokenizer_type, path)
     print(f"{path}: {tokenizer.vocab_size} ids, trained in {time.monotonic() - begun:.1f} s")
 
 

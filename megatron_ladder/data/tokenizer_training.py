@@ -3,7 +3,8 @@
 import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import sentencepiece
 import tokenizers
@@ -104,7 +105,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+def _train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Return a tokenizer.json, trained like GPT-2's byte-pair encoding; raises UserError if `vocab_size` does not fit.
 
     Decoding restores every text exactly. Id 0 is <|endoftext|>, followed by the 256 bytes.
@@ -127,3 +128,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
         reason = f"{{}}: too high for these texts, which give only {size} tokens"
         raise UserError(Problem({"vocab_size": vocab_size}, reason))
     return library.to_str(pretty=True).encode()
+
+
+class TokenizerTrainer(NamedTuple):
+    """One --model-type."""
+
+    tokenizer_type: str
+    """The kind of the file that it makes."""
+    in_lines: bool
+    """Whether it learns from lines; otherwise from larger pieces of text."""
+    train: Callable[[Iterable[str], int], bytes]
+    """Returns the content of the file for texts and the size of the vocabulary."""
+
+
+TRAINERS: dict[str, TokenizerTrainer] = {
+    "sentencepiece": TokenizerTrainer("SentencePieceTokenizer", True, train_sentencepiece),
+    "bpe": TokenizerTrainer("HuggingFaceTokenizer", False, _train_bpe),
+}

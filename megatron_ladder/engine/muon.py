@@ -25,13 +25,16 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.blueprint.optimizers import optimizer_kind
+from megatron_ladder.blueprint.specs import Role
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.state import GROUP_MOMENTS
 from megatron_ladder.parallel.layout import split_interval
 
-_MOMENTUM = "exp_avg"
+_MOMENTS = optimizer_kind("muon").moments_of(Role.MATRIX)
+(_MOMENTUM,) = _MOMENTS
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial whose iteration moves all singular values close to 1 in a few steps."""
 _EPSILON = 1e-7
@@ -121,11 +124,11 @@ class _Round(NamedTuple):
 
 
 def _is_orthogonal(group: Mapping[str, Any]) -> bool:
-    return bool(group[GROUP_MOMENTS] == (_MOMENTUM,))
+    return bool(group[GROUP_MOMENTS] == _MOMENTS)
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """Updates groups whose only moment is the momentum with Muon, and the others with AdamW.
+    """Updates groups with the moments of matrices with Muon, and the others with AdamW.
 
     In a half-precision run, matrices are orthogonalised in bf16, like in `torch.optim.Muon`, otherwise in fp32.
     """

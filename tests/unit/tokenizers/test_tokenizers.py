@@ -13,7 +13,7 @@ import tokenizers
 from megatron_ladder.cli import train_tokenizer
 from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
+from megatron_ladder.data.tokenizer_training import TRAINERS, train_sentencepiece
 from megatron_ladder.errors import UserError
 from megatron_ladder.tokenizers.copies import find_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -138,7 +138,7 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(UserError, match="--vocab-size 9000: too high for these texts, which give"):
         train_tokenizer.main([*command, "--vocab-size", "9000"])
     with pytest.raises(UserError, match="--vocab-size 256: expected 257 or more"):
-        train_bpe(["a"], 256)
+        TRAINERS["bpe"].train(["a"], 256)
 
 
 def test_the_ids_are_those_of_the_libraries(
