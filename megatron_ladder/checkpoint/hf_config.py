@@ -54,7 +54,7 @@ def model_config_from_hf(
     errors = _Errors()
     if model_type not in TYPES:
         raise UserError(f"{source}: {_type_error(config.get('model_type'))}")
-    check_quantization(config, source)
+    check_quantization(config, source, TYPES[model_type].quant_method)
     try:
         read = typed(config, HFKeys)
     except ValueError as error:

@@ -6,7 +6,7 @@ model.safetensors                  weights; or several files and model.safetenso
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,20 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.specs import TensorSpec
 from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint.dequantisation import take_quantised
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
-from megatron_ladder.checkpoint.fp8 import StoredWeight, join_factors
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
+from megatron_ladder.checkpoint.stored_weights import (
+    STACK_PLACES,
+    PlainWeight,
+    ReadableWeight,
+    StackPart,
+    StackPlace,
+    StoredWeight,
+)
 from megatron_ladder.checkpoint.tensor_file import all_finite, element_name, equal_bits, open_safetensors, stored_tensor
 from megatron_ladder.errors import Problem, UserError, limited, raise_user_errors
 from megatron_ladder.files import check_directory, reject_pointer
@@ -58,15 +67,6 @@ _MIXTRAL_PARTS = (
 )
 
 
-_STACKS = (
-    ("gate_up_proj", "weight", ("gate_proj", "up_proj")),
-    ("down_proj", "weight", ("down_proj",)),
-    ("gate_up_bias", "bias", ("gate_proj", "up_proj")),
-    ("down_bias", "bias", ("down_proj",)),
-)
-"""Stacks of all experts that transformers writes on request, and what the rows of each expert are."""
-
-
 def hf_name(name: str, expert: int | None = None, mixtral: bool = False) -> str:
     """Return the name of a canonical tensor, or of an expert's matrix in it, in a Hugging Face directory."""
     for ours, theirs in (*_PARTS, *(_MIXTRAL_PARTS if mixtral else ())):
@@ -80,10 +80,8 @@ class HFWeight:
 
     source: str
     """Directory and names of the stored tensors, for messages."""
-    parts: tuple[StoredWeight, ...]
-    """One stored tensor, or that of each expert of a stack."""
-    names: tuple[str, ...]
-    """The names of the parts."""
+    parts: tuple[ReadableWeight, ...]
+    """One tensor, or that of each expert."""
     shape: tuple[int, ...]
 
     @property
@@ -117,15 +115,16 @@ class HFWeight:
 class HFDirectory:
     """A directory whose files agree with its config.json.
 
-    `tensors` has the weights by canonical name, in the model's order. `token_ids` are the ids of special tokens.
-    `stored` is the number of tensors in the files, of which those of layers beyond the last one, which predict further
-    tokens (`num_nextn_predict_layers`), are `dropped`.
+    `tensors` has the weights by canonical name, in the model's order, and `weights` by their names in the files.
+    `token_ids` are the ids of special tokens. `stored` is the number of tensors in the files, of which those of layers
+    beyond the last one, which predict further tokens (`num_nextn_predict_layers`), are `dropped`.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: ModelConfig
     tensors: dict[str, HFWeight]
+    weights: Mapping[str, StoredWeight]
     token_ids: Mapping[str, Any]
     stored: int
     dropped: int
@@ -144,21 +143,20 @@ class HFDirectory:
                 f"{self.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
                 f"model.layers.{self.model.num_layers} and beyond, are dropped"
             )
-        if self.is_quantised:
-            notes.append("weights are stored in FP8 and read as bfloat16")
+        if self.quantization:
+            notes.append(f"weights are stored in {self.quantization} and read as bfloat16")
         if "auto_map" in self.config and self.model_type != OWN_TYPE:
             notes.append(f"remote code (auto_map) is ignored: the model is read as {self.model_type}")
         return notes
 
     @property
-    def is_quantised(self) -> bool:
-        """Return whether weights are in FP8."""
-        return any(part.factors is not None for tensor in self.tensors.values() for part in tensor.parts)
+    def quantization(self) -> str | None:
+        """Return the format of quantised weights; None if there are none."""
+        return next((weight.quantization for weight in self.weights.values() if weight.quantization), None)
 
-    def parts(self) -> dict[str, Tensor]:
+    def dequantised(self) -> dict[str, Tensor]:
         """Return all weights by their names in the files."""
-        weights = self.tensors.values()
-        return {name: part.whole() for one in weights for name, part in zip(one.names, one.parts, strict=True)}
+        return {name: weight.whole() for name, weight in self.weights.items()}
 
     @property
     def dtype(self) -> str:
@@ -222,20 +220,19 @@ def open_hf_directory(path: Path) -> HFDirectory:
     model = model_config_from_hf(config, source, count)
     errors: list[str] = []
     dropped = _drop_predicting_layers(config, model, stored)
-    found = join_factors(path, config, stored)
-    _split_stacks(model, found)
+    found = _stored_weights(path, config, stored)
     mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
-    tensors = _expected_tensors(path, model, mixtral, found, errors)
+    tensors, weights = _expected_tensors(path, model, mixtral, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
-        for name in sorted(found)
+        for name in sorted(found.keys() - weights.keys())
         if not name.endswith(_DERIVED_SUFFIX)
     ]
-    raise_user_errors(limited(errors))
+    raise_user_errors(limited([*dict.fromkeys(errors)]))
     if tied_head is not None:
         _check_tied_head(path, tied_head.whole(), tensors["embedding.weight"].whole())
-    return HFDirectory(path, config, model, tensors, _token_ids(path, config, model), count, dropped)
+    return HFDirectory(path, config, model, tensors, weights, _token_ids(path, config, model), count, dropped)
 
 
 def _check_tied_head(path: Path, head: Tensor, embedding: Tensor) -> None:
@@ -299,37 +296,42 @@ def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found
     return len(names)
 
 
-def _split_stacks(model: ModelConfig, found: dict[str, StoredWeight]) -> None:
-    """Replace stacks of experts by views of each expert's matrices and biases."""
-    for layer in model.moe_layers:
-        experts = f"model.layers.{layer}.mlp.experts"
-        for stack, kind, parts in _STACKS:
-            stacked = found.pop(f"{experts}.{stack}", None)
-            if stacked is None or len(stacked.shape) != (3 if kind == "weight" else 2):
-                continue
-            size = -(-stacked.shape[1] // len(parts))
-            # One expert too many is enough for an error.
-            for expert in range(min(stacked.shape[0], model.num_experts + 1)):
-                for index, part in enumerate(parts):
-                    rows = slice(index * size, (index + 1) * size)
-                    found[f"{experts}.{expert}.{part}.{kind}"] = stacked.rows(expert, rows)
+def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Tensor]) -> dict[str, StoredWeight]:
+    """Return the tensors of a directory by name, quantised ones with their scales; raise UserError if they disagree."""
+    plain, errors = dict(stored), list[str]()
+    weights = take_quantised(config, plain, errors)
+    raise_user_errors(limited([f"{path}: {error}" for error in errors]))
+    return weights | {name: PlainWeight(tensor) for name, tensor in plain.items()}
+
+
+def _stored_as(
+    spec: TensorSpec, mixtral: bool, found: Container[str]
+) -> tuple[list[str], tuple[int, ...], StackPlace | None]:
+    """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack."""
+    if spec.expert_dim is None:
+        return [hf_name(spec.name, mixtral=mixtral)], spec.shape, None
+    prefix, _, matrix = hf_name(spec.name).rpartition(".experts.")
+    place = STACK_PLACES[matrix]
+    stack = f"{prefix}.experts.{place.stack}"
+    if stack in found:
+        return [stack], place.stack_shape(spec.shape), place
+    return [hf_name(spec.name, expert, mixtral) for expert in range(spec.shape[0])], spec.shape[1:], None
 
 
 def _expected_tensors(
-    path: Path, model: ModelConfig, mixtral: bool, found: dict[str, StoredWeight], errors: list[str]
-) -> dict[str, HFWeight]:
-    """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one.
+    path: Path, model: ModelConfig, mixtral: bool, found: Mapping[str, StoredWeight], errors: list[str]
+) -> tuple[dict[str, HFWeight], dict[str, StoredWeight]]:
+    """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one.
 
     `mixtral` is whether the experts have Mixtral's names.
     """
-    tensors = {}
+    tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
     for spec in model_tensors(model):
-        experts = [None] if spec.expert_dim is None else range(spec.shape[0])
-        names = [hf_name(spec.name, expert, mixtral) for expert in experts]
-        shape = spec.shape if spec.expert_dim is None else spec.shape[1:]
-        parts = {name: found.pop(name) for name in names if name in found}
+        names, shape, place = _stored_as(spec, mixtral, found)
+        parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""
+        weights |= parts
         if absent:
             errors.append(f"{path}: {absent[0]}: is missing{more}; expected shape {list(shape)}")
             continue
@@ -342,5 +344,6 @@ def _expected_tensors(
             elif dtype != first:
                 errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
         source = f"{path}: {names[0]}" if len(names) == 1 else f"{path}: {names[0]} to {names[-1]}"
-        tensors[spec.name] = HFWeight(source, tuple(parts.values()), tuple(names), spec.shape)
-    return tensors
+        held = parts.values() if place is None else [StackPart(parts[names[0]], place)]
+        tensors[spec.name] = HFWeight(source, tuple(held), spec.shape)
+    return tensors, weights

@@ -152,6 +152,8 @@ class _Type:
     """The default of the key."""
     partial_rotary_factor: float | None = None
     """The default of the key; None for a type that rotates whole heads."""
+    quant_method: str = "fp8"
+    """The quantisation that is read."""
 
 
 _LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)

@@ -89,7 +89,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "versions": {"megatron_ladder": __version__},
     }
     before, after = wiring_text(directory.model), wiring_text(model)
-    compared = f"of the {'dequantised ' if directory.is_quantised else ''}source in transformers and of the checkpoint"
+    compared = f"of the {'dequantised ' if directory.quantization else ''}source in transformers and of the checkpoint"
     if before != after:
         compared += f", in the wiring of the source, {before} (those of {after} were not compared)"
     tensors = [_imported(directory, name) for name in directory.tensors]
@@ -102,7 +102,9 @@ def plan_import(options: ImportOptions) -> Conversion:
         {**carried, **description},
         facts=(f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}", f"wiring: {after}"),
         notes=[*notes, *directory.notes],
-        made_of="their sources, converted from FP8" if directory.is_quantised else "their sources",
+        made_of=f"their sources, converted from {directory.quantization}"
+        if directory.quantization
+        else "their sources",
         check_logits=lambda work: _compare_logits(
             options.hf,
             directory.model,
@@ -111,7 +113,7 @@ def plan_import(options: ImportOptions) -> Conversion:
             None,
             own_code=False,
             compared=compared,
-            weights=directory.parts if directory.is_quantised else None,
+            weights=directory.dequantised if directory.quantization else None,
         ),
     )
 

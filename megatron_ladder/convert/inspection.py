@@ -61,9 +61,9 @@ def _hugging_face(path: Path) -> Iterator[str]:
     directory = open_hf_directory(path)
     yield f"{path}: a Hugging Face directory, model_type {directory.model_type}"
     yield from _model(directory.model)
-    size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
+    size = size_text(sum(weight.nbytes for weight in directory.weights.values()))
     dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
-    dtype = f"FP8 and {directory.dtype}" if directory.is_quantised else directory.dtype
+    dtype = f"{directory.quantization} and {directory.dtype}" if directory.quantization else directory.dtype
     yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {dtype}, {size}"
     tokenizer = find_tokenizer(path)
     yield "without a tokenizer" if tokenizer is None else f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size} ids"
