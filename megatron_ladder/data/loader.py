@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
@@ -60,6 +60,11 @@ class Sources(NamedTuple):
         """All data sets, each once."""
         members = [member for source in self.labeled.values() for member in source.sources]
         return list({member.dataset.prefix: member.dataset for member in members}.values())
+
+    @property
+    def sidecars(self) -> dict[Path, Sidecar]:
+        """The descriptions of data sets that have one, by prefix."""
+        return _sidecars_of(self.datasets)
 
 
 class OrderOptions(NamedTuple):
@@ -195,9 +200,12 @@ def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends.clip(0).tolist())]
 
 
+def _sidecars_of(datasets: Iterable[IndexedDataset]) -> dict[Path, Sidecar]:
+    return {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
+
+
 def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) -> None:
     """Raise UserError if the sidecar of a data set names another tokenizer."""
-    sidecars = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     raise_user_errors(
         Problem(
             tokenizer.selection,
@@ -208,7 +216,7 @@ def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) ->
             theirs=f"{sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
             f"sha256 {hashes_of(sidecar.tokenizer_sha256)[0][:12]}",
         )
-        for prefix, sidecar in sidecars.items()
+        for prefix, sidecar in _sidecars_of(datasets).items()
         if sidecar.vocab_size != tokenizer.vocab_size
         or not same_tokenizer(sidecar.tokenizer_sha256, tokenizer.identity)
     )
@@ -220,14 +228,13 @@ def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str
     Report conversations that another one made, and those for which no token is recorded that ends answers.
     """
     prefix_of: dict[str, Path] = {}
-    for dataset in datasets:
-        sidecar = dataset.sidecar
-        if sidecar is not None and sidecar.chat_template is not None:
-            prefix_of.setdefault(sidecar.chat_template, dataset.prefix)
+    for prefix, sidecar in _sidecars_of(datasets).items():
+        if sidecar.chat_template is not None:
+            prefix_of.setdefault(sidecar.chat_template, prefix)
             if not sidecar.answer_ends:
                 reason = "{prefix}: records no token that ends answers, so they may not end"
                 fix = "preprocess it again, with a {chat_template} that ends answers with a special token"
-                report(f"*** {Problem({}, reason, fix, prefix=dataset.prefix)} ***")
+                report(f"*** {Problem({}, reason, fix, prefix=prefix)} ***")
     for prefix in list(prefix_of.values())[1:]:
         first = next(iter(prefix_of.values()))
         report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")

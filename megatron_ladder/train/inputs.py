@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +307,10 @@ def _open_checked_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Source
             {},
             f"{{prefix}}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}",
             "give the {tokenizer_model} or {vocab_size} of the data",
-            prefix=dataset.prefix,
+            prefix=prefix,
         )
-        for dataset in sources.datasets
-        if (sidecar := dataset.sidecar) is not None and sidecar.largest_id >= run.model.vocab_size > 1
+        for prefix, sidecar in sources.sidecars.items()
+        if sidecar.largest_id >= run.model.vocab_size > 1
     )
     return sources
 
@@ -322,8 +321,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     Data sets of conversations mark the start of conversations otherwise, and do not need the token.
     """
     names = [name for name in _FIELDS_OF_ENDS if getattr(data, name)]
-    datasets = sorted(sources.datasets, key=attrgetter("prefix"))
-    known = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
+    known = dict(sorted(sources.sidecars.items()))
     # Elsewhere no document ends with the token, and no flag looks for it.
     relevant = {prefix: sidecar.eod_id for prefix, sidecar in known.items() if sidecar.append_eod or data.eod_mask_loss}
     name, eod_id = "", None
@@ -350,7 +348,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     ]
     raise_user_errors(errors)
     if names and eod_id is not None:
-        others = [dataset for dataset in datasets if dataset.sidecar is None]
+        others = [dataset for dataset in sources.datasets if dataset.sidecar is None]
         _check_ends(others, eod_id, f"the end-of-document token {eod_id} of {name}", names, rank)
     return eod_id
 
@@ -394,15 +392,14 @@ def _find_ends(
     sources: Sources, eod_id: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None
 ) -> frozenset[int]:
     ends = set() if eod_id is None else {eod_id}
-    ends.update(*(dataset.sidecar.answer_ends for dataset in sources.datasets if dataset.sidecar is not None))
+    ends.update(*(sidecar.answer_ends for sidecar in sources.sidecars.values()))
     if checkpoint is not None and not has_another_tokenizer(checkpoint, tokenizer):
         ends.update(checkpoint.end_ids)
     return frozenset(ends)
 
 
 def _answers_end(sources: Sources, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> bool:
-    sidecars = [dataset.sidecar for dataset in sources.datasets if dataset.sidecar is not None]
-    if conversations := [sidecar for sidecar in sidecars if sidecar.conversations]:
+    if conversations := [sidecar for sidecar in sources.sidecars.values() if sidecar.conversations]:
         return any(sidecar.answer_ends for sidecar in conversations)
     return checkpoint is None or has_another_tokenizer(checkpoint, tokenizer) or checkpoint.answers_end
 
