@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.sections import LoggingConfig
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.progress import print_if_possible
 
@@ -20,9 +21,9 @@ _LOGIN_SECONDS = 60
 """Time that wandb waits for an API key to be typed, if there is a terminal."""
 
 
-def check_wandb(run: RunConfig) -> None:
+def check_wandb(config: LoggingConfig) -> None:
     """Raise UserError if --wandb-project is given and wandb is missing, or has no API key; contacts no server."""
-    project = run.logging.wandb_project
+    project = config.wandb_project
     if project is None:
         return
     try:

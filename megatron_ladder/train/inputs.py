@@ -32,7 +32,6 @@ from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open
 from megatron_ladder.train.resume import (
     check_same_data,
     has_another_tokenizer,
-    model_differences,
     resume_problems,
     with_checkpoint,
 )
@@ -170,8 +169,7 @@ def _resolve(settings: Settings, findings: Findings, rank_info: RankInfo) -> Run
     with errors.collect():
         deepspeed_json(run)
     if checkpoint is not None:
-        errors.add(*model_differences(run, checkpoint))
-        errors.add(*resume_problems(settings, run, checkpoint))
+        errors.add(*resume_problems(settings.given, run, checkpoint))
     errors.raise_if_any()
     values = describe_run(settings, run, None if checkpoint is None else checkpoint.directory)
     return RunInputs(run=run, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
@@ -275,7 +273,7 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
         errors.add(Problem({"cuda_graph": None}, "{}: this machine has no GPU", "leave it out"))
     if rank_info.rank == 0:
         with errors.collect():
-            check_wandb(run)
+            check_wandb(run.logging)
     folders = {
         "save": run.checkpoint.save,
         "tensorboard_dir": run.logging.tensorboard_dir,

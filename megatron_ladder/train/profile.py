@@ -18,13 +18,14 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, name_collectives, no_span
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.sections import ProfileConfig
 from megatron_ladder.errors import Problem
 from megatron_ladder.progress import print_if_possible, print_rank_0
 
 
-def named_for_profiler(run: RunConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, Span]:
+def named_for_profiler(config: ProfileConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, Span]:
     """Return the mesh and the span with which this rank builds its model."""
-    if not run.profile.profile or mesh.world.rank not in run.profile.profile_ranks:
+    if not config.profile or mesh.world.rank not in config.profile_ranks:
         return mesh, no_span
     tensor, kv_replica = (name_collectives(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
     # Data-parallel collectives run under sub-blocks without being theirs.

@@ -6,7 +6,7 @@ values; their names and meaning are Megatron's. Only --train-iters may change fr
 still ends where it did. Other changes of what is learned are reported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -105,8 +105,8 @@ def _values(run: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
-    """Return one problem for each difference of the run's model and order of samples to those of a checkpoint.
+def _model_differences(run: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Yield one problem for each difference of the run's model and order of samples to those of a checkpoint.
 
     Each is of a given flag, because a run takes other values from its checkpoint.
     """
@@ -130,11 +130,9 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
         resumed |= {name: getattr(run.training, name) for name in order}
         fixes |= dict.fromkeys(order, "leave the flag out, or give {finetune} to start at iteration 0")
     names = {"desync_tp": "tensor_model_parallel_size"}
-    return [
-        _difference(names.get(name, name), resumed[name], stored[name], checkpoint, fixes[name])
-        for name in stored
-        if name in fixes and resumed[name] != stored[name]
-    ]
+    for name, theirs in stored.items():
+        if name in fixes and resumed[name] != theirs:
+            yield _difference(names.get(name, name), resumed[name], theirs, checkpoint, fixes[name])
 
 
 def _difference(name: str, ours: Any, theirs: Any, checkpoint: Checkpoint, fix: str) -> Problem:
@@ -142,8 +140,9 @@ def _difference(name: str, ours: Any, theirs: Any, checkpoint: Checkpoint, fix: 
     return Problem({name: str(ours)}, reason, fix, directory=checkpoint.directory, theirs=theirs)
 
 
-def resume_problems(settings: Settings, run: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield one problem for each reason why a run cannot continue with the checkpoint's optimizer and schedule."""
+def resume_problems(given: Collection[str], run: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Yield one problem for each reason why a run with these given fields cannot continue with a checkpoint."""
+    yield from _model_differences(run, checkpoint)
     options = run.checkpoint
     if run.loads_only_weights:
         return
@@ -158,7 +157,7 @@ def resume_problems(settings: Settings, run: RunConfig, checkpoint: Checkpoint) 
     stored = {} if options.override_opt_param_scheduler else _values(checkpoint.manifest.get("run", {}))
     fix = "give {override_opt_param_scheduler} to change it, or leave the flag out to keep the stored value"
     for name, ours in vars(run.optimizer).items():
-        if name in _SCHEDULE & settings.given.keys() and ours != stored.get(name, ours):
+        if name in _SCHEDULE.intersection(given) and ours != stored.get(name, ours):
             yield _difference(name, ours, stored[name], checkpoint, fix)
 
 

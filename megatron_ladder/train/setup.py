@@ -20,6 +20,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.sections import ParallelConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_rank_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
@@ -75,8 +76,8 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     device = start_process_group(rank_info, timeout_minutes, _shared_settings(inputs, rank_info), peers)
     if run.needs_deepspeed:
         start_deepspeed(rank_info, device)
-    _warn_about_one_queue(run, rank_info, device)
-    mesh, span = named_for_profiler(run, build_mesh(run, device))
+    _warn_about_one_queue(run.parallel, rank_info, device)
+    mesh, span = named_for_profiler(run.profile, build_mesh(run, device))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
     teacher = inputs.teacher
@@ -88,15 +89,15 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
     return Trainer(run, mesh, device, model, engine, optimizer_description, peers, inputs.eod_id, guard)
 
 
-def _warn_about_one_queue(run: RunConfig, rank_info: RankInfo, device: torch.device) -> None:
+def _warn_about_one_queue(parallel: ParallelConfig, rank_info: RankInfo, device: torch.device) -> None:
     """Print a warning if the GPU has one queue, in which a wait of one stream holds up the work of all others.
 
     Megatron requires it for its order of launches; here, only the waits of these two flags are put before other work.
     """
     if device.type != "cuda" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
-    stages = run.parallel.pipeline_model_parallel_size
-    uses: dict[str, object] = {"sequence_parallel": None} if run.parallel.sequence_parallel else {}
+    stages = parallel.pipeline_model_parallel_size
+    uses: dict[str, object] = {"sequence_parallel": None} if parallel.sequence_parallel else {}
     if stages > 1:
         uses["pipeline_model_parallel_size"] = stages
     if uses:

@@ -85,7 +85,7 @@ def build_trainer_here(
     mesh = mesh_of(tensor_parallel, replicas, stages, run.parallel.tp_comm_max_ctas)
     mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
-    mesh, span = named_for_profiler(run, mesh)
+    mesh, span = named_for_profiler(run.profile, mesh)
     distillation = None
     if teacher is not None:
         distillation = build_distillation(run, StoredTeacher(Path(), teacher.config, teacher), mesh, device)

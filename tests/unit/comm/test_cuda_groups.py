@@ -91,7 +91,7 @@ def test_one_queue_for_all_streams_is_reported(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if value is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
-    setup._warn_about_one_queue(run_of([*RECIPE, *words.split()], 2), RankInfo(0, 2, 0), device)
+    setup._warn_about_one_queue(run_of([*RECIPE, *words.split()], 2).parallel, RankInfo(0, 2, 0), device)
     printed = capsys.readouterr().out
     assert printed.startswith(f"*** CUDA_DEVICE_MAX_CONNECTIONS=1: with {flags}, ") if flags else not printed
 

@@ -69,13 +69,13 @@ def test_points_of_repeated_steps_are_hidden(
 def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with("--wandb-project", "p", "--tensorboard-dir", tmp_path)
     with mock.patch.dict(sys.modules, {"wandb": None}):
-        (error,) = errors_of(check_wandb, run)
+        (error,) = errors_of(check_wandb, run.logging)
     assert error.startswith("--wandb-project p: ") and error.endswith("pip install wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    (error,) = errors_of(check_wandb, run)
+    (error,) = errors_of(check_wandb, run.logging)
     assert error.startswith("--wandb-project p: no usable API key ") and "WANDB_MODE=offline" in error
 
 

@@ -31,7 +31,7 @@ def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")
 def resume_from(checkpoint: Any, words: str) -> tuple[RunConfig, list[str]]:
     settings = with_checkpoint(parse_run(f"{BASE} {words}".split()), checkpoint)
     run = resolve_run(settings, 100, 1)
-    return run, [str(problem).split(":")[0] for problem in resume_problems(settings, run, checkpoint)]
+    return run, [str(problem).split(":")[0] for problem in resume_problems(settings.given, run, checkpoint)]
 
 
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
