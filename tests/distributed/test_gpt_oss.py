@@ -59,7 +59,10 @@ def canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_transformers(config: ModelConfig) -> Any:
-    """Return transformers' module, whose activations are often beyond the bound for inputs of a few units."""
+    """Return transformers' module, whose activations are often beyond the bound for inputs of a few units.
+
+    Most tokens choose the first half of the experts, so that a rank recomputes some products of whole ones.
+    """
     theirs = GptOssConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_ffn_hidden_size,
@@ -71,6 +74,7 @@ def of_transformers(config: ModelConfig) -> Any:
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         parameter.data.normal_(0, 0.5, generator=generator)
+    module.router.bias.data[: config.num_experts // 2] += 15
     return module
 
 

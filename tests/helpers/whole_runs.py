@@ -46,6 +46,9 @@ MODELS = {
     "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-router-topk-scaling-factor 2.5 --moe-aux-loss-coeff 0.05 --moe-router-load-balancing-type aux_loss "
     "--moe-z-loss-coeff 0.01 --expert-sharding experts",
+    "biased": f"{_SIZES} --residual-mode ladder --residual-staleness 2 --num-experts 8 --moe-layers 1-5 "
+    "--moe-router-topk 3 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.05 --add-moe-bias --quick-geglu "
+    "--activation-func-clamp-value 0.4 --glu-linear-offset 1",
     "distilled": f"{_SIZES} --distill-from {{corpus}}/teacher --distill-weight 0.7 --distill-temperature 2 "
     "--z-loss-coeff 0.02",
 }

@@ -62,6 +62,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "farskip": SHARED_EXPERT | {"residual_mode": "farskip"},
     "longcat": EXPERTS | {"residual_mode": "longcat", "moe_layers": (0, 1, 2), "rotary_percent": 0.5},
+    "biased experts": EXPERTS
+    | {
+        "residual_mode": "ladder",
+        "moe_layers": (0, 1),
+        "add_moe_bias": True,
+        "quick_geglu": True,
+        "activation_func_clamp_value": 0.4,
+        "glu_linear_offset": 1.0,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_position_embeddings": 8,
+        "yarn_correction_range_round_to_int": False,
+    },
     "latent": LATENT | {"residual_mode": "standard", "add_qkv_bias": True},
     "latent-ladder": LATENT
     | {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2, "q_lora_rank": 14},

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig, GptOssConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import hf_config
@@ -105,6 +106,43 @@ def test_experts_are_those_of_transformers(name: str) -> None:
     found, our_weights = router(x.flatten(0, 1))
     dense = torch.zeros(len(chosen), config.num_experts)
     assert_close(dense.scatter(1, found, our_weights), dense.scatter(1, chosen, of_chosen))
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_normalised_scores_are_the_softmax_over_the_chosen_experts(scale: float) -> None:
+    """Those of gpt-oss's router, with their gradients, in training and in an exported directory."""
+    config = small_model(num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=8, moe_layers=(0,), add_moe_bias=True)
+    theirs = GptOssTopKRouter(GptOssConfig(hidden_size=32, num_local_experts=16, num_experts_per_tok=4))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        parameter.data.normal_(generator=generator)
+    model = LanguageModel(config, ProcessMesh.single(), seed=1)
+    (routed,) = (module for module in model.modules() if isinstance(module, experts._RoutedExperts))
+    exported = MegatronLadderRouter(
+        MegatronLadderConfig(**hf_config(config, dtype="float32", model_type="megatron_ladder"))
+    )
+    for router in (routed.router, exported):
+        router.load_state_dict(theirs.state_dict())
+    x, gradient = (torch.randn(150, width, generator=generator) for width in (32, 16))
+
+    def dense(chosen: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros(150, 16).scatter(-1, chosen, weights)
+
+    _, weights, chosen = theirs(scale * x)
+    scores = routed.router(scale * x).softmax(-1)
+    our_choice = experts._choose(config, scores.detach(), None)
+    found = {
+        routed.router: dense(our_choice, routed._weights(scores, our_choice)),
+        exported: dense(*exported(scale * x)),
+        theirs: dense(chosen, weights),
+    }
+    for of_experts in found.values():
+        of_experts.backward(gradient)
+        assert_close(of_experts, found[theirs])
+    for router in (routed.router, exported):
+        for parameter, expected in zip(router.parameters(), theirs.parameters(), strict=True):
+            assert parameter.grad is not None and expected.grad is not None
+            assert (parameter.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max()
 
 
 def test_scores_can_all_be_zero() -> None:
