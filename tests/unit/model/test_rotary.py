@@ -64,7 +64,7 @@ def test_the_rotary_embedding_of_gpt_oss() -> None:
     yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 32.0, "rope_original_max_position_embeddings": 4096}
     config = small_model(head_dim=64, rotary_base=150000.0, yarn_correction_range_round_to_int=False, **yarn)
     positions = torch.tensor([[0, 1, 100, 5000, 131071]])
-    found = rotary_table(config, positions.t(), torch.float32)
+    found = rotary_table(config.mixer_of(0), positions.t(), torch.float32)
     cos, sin = GptOssRotaryEmbedding(GptOssConfig())(torch.empty(0), positions)
     for table, theirs in ((found.cos, cos), (found.sin, sin)):
         # A far position multiplies the last bit of a frequency.
