@@ -112,6 +112,11 @@ class Checkpoint:
         return self.manifest.get(IMPORTED) is not None
 
     @property
+    def imported_type(self) -> str:
+        """The `model_type` of the directory from which the model was imported; "" if it was not."""
+        return str((self.manifest.get(IMPORTED) or {}).get("model_type", ""))
+
+    @property
     def imported_ids(self) -> dict[str, Any]:
         """The ids of special tokens in the directory from which the model was imported, by their keys there."""
         return token_ids(self.manifest.get(IMPORTED) or {}, self.directory / MANIFEST_NAME)

@@ -54,12 +54,12 @@ def model_config_from_hf(
     errors = _Errors()
     if model_type not in TYPES:
         raise UserError(f"{source}: {_type_error(config.get('model_type'))}")
-    check_quantization(config, source, TYPES[model_type].quant_method)
+    row = TYPES[model_type]
+    check_quantization(config, source, row.quant_method)
     try:
-        read = typed(config, HFKeys)
+        read = typed({**row.defaults, **config}, HFKeys)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
-    row = TYPES[model_type]
     attentions = read.num_hidden_layers
     if tensors is not None and attentions > tensors:
         expected = f"at most {tensors}, the number of stored tensors"
@@ -68,9 +68,8 @@ def model_config_from_hf(
     layers, rest = divmod(attentions, _attentions_per_layer(mode))
     if rest:
         errors.append(("num_hidden_layers", attentions, f"two attentions for each layer of {mode}"))
-    # Qwen's window does not count without use_sliding_window.
     window = config.get("sliding_window", row.sliding_window)
-    if window is not None and (model_type in ("mistral", "mixtral") or read.use_sliding_window):
+    if window is not None and _has_windows(model_type, read):
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
     errors += [(key, None, "a value") for key in row.required if key not in given]
@@ -120,12 +119,22 @@ def _type_error(model_type: object) -> str:
     return f"model_type: found {found}, expected one of {', '.join(TYPES)}"
 
 
+def _has_windows(model_type: str, read: HFKeys) -> bool:
+    """Return whether a model with a `sliding_window` has layers that use it."""
+    if model_type == "dots1":
+        # All layers that are listed in layer_types are without windows.
+        first = 62 if read.max_window_layers is None else read.max_window_layers
+        return read.layer_types is None and first < read.num_hidden_layers
+    # Qwen's window does not count without use_sliding_window.
+    return model_type in ("mistral", "mixtral") or bool(read.use_sliding_window)
+
+
 def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:
     """Return the keys with values that no model of the type has, or that mean a computation that the type lacks."""
     row = TYPES[model_type]
     errors = _Errors()
     for key, value in row.same.items():
-        if given.get(key, value) != value:
+        if given.get(key, value) not in (value, row.synonyms.get(key, value)):
             errors.append((key, given[key], f"{value!r}: other {model_type} models are not supported"))
     for key in ("final_logit_softcapping", "farskip", *UNUSUAL_KEYS):
         if given.get(key, False) is not False and key not in (*row.keys, *row.experts):
@@ -159,7 +168,7 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         known |= dict.fromkeys(GROUPS, 1)
     elif known.get("topk_method") == "noaux_tc":
         errors.append(("topk_method", "noaux_tc", f"greedy or group_limited_greedy in a {model_type} model"))
-    optional = {"mlp_only_layers", "mlp_layer_types", *UNUSUAL_KEYS}
+    optional = {"mlp_only_layers", "mlp_layer_types", *UNUSUAL_KEYS, *row.optional}
     if "mlp_layer_types" in known:
         optional.add("first_k_dense_replace")
     errors += [(key, None, "a value") for key in row.experts[1:] if key not in {*known, *optional}]
@@ -168,8 +177,11 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         return {}
     # Mixtral has no dense layers, and another key for the width of its experts.
     values = {"moe_ffn_hidden_size": given["intermediate_size"], **_copied(known, known), **row.fixed_with_experts}
-    if "n_shared_experts" in known:
-        values["moe_shared_expert_intermediate_size"] = known["n_shared_experts"] * values["moe_ffn_hidden_size"]
+    if (width := known.get("moe_intermediate_size")) != known.get("expert_hidden_dim", width):
+        both = f"{width} and {known['expert_hidden_dim']}"
+        errors.append(("moe_intermediate_size and expert_hidden_dim", both, "one number"))
+    for key in known.keys() & {"n_shared_experts", "num_shared_experts"}:
+        values["moe_shared_expert_intermediate_size"] = known[key] * values["moe_ffn_hidden_size"]
     return values | {
         "num_experts": max(numbers, default=1),
         "moe_layers": tuple(sorted(set(layers))),
@@ -183,9 +195,14 @@ def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors
     if "mlp_only_layers" in keys:
         step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", ())
         return [layer for layer in range(step - 1, count, step) if layer not in dense]
-    upper = range(given.get("first_k_dense_replace", 0) if "first_k_dense_replace" in keys else 0, count)
+    assumed = TYPES[model_type].assumed_dense
+    first = given.get("first_k_dense_replace", assumed or 0) if "first_k_dense_replace" in keys else 0
+    upper = range(first, count)
     kinds = given.get("mlp_layer_types") if "mlp_layer_types" in keys else None
     if kinds is None:
+        if assumed is not None and first != assumed:
+            expected = f"{assumed} without mlp_layer_types: transformers ignores the key, which other programs read"
+            errors.append(("first_k_dense_replace", first, expected))
         layers: Sequence[int] = given.get("expert_layers", upper) if "expert_layers" in keys else upper
         return layers
     sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
@@ -311,8 +328,10 @@ def _instella_layers(read: HFKeys, count: int, errors: _Errors) -> tuple[int, ..
     return tuple(range(start, end + 1))
 
 
-def hf_type(model: ModelConfig) -> str:
+def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     """Return the `model_type` of the Hugging Face model that computes exactly what `model` does.
+
+    `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
         UserError: lanes, or ranks of desync, that read different streams share key and value heads.
@@ -333,7 +352,9 @@ def hf_type(model: ModelConfig) -> str:
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
     # biases.
     possible = {"llama": divides, "qwen2": usual_heads, "deepseek_v2": divides}
-    written = (name for name, row in TYPES.items() if row.architecture)
+    written = [name for name, row in TYPES.items() if row.architecture and not row.needs_source]
+    if imported_type in TYPES and TYPES[imported_type].needs_source:
+        written.insert(0, imported_type)
     return next((name for name in written if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
 
 
@@ -394,6 +415,7 @@ def hf_config(
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
+    shared_experts = model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1)
     values = {key: getattr(model, name) for key, name in FIELDS.items()}
     if model.kv_lora_rank:
         # As in transformers, whose rotary embedding and cache read them.
@@ -402,7 +424,8 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
         "q_lora_rank": model.q_lora_rank or None,
         "num_hidden_layers": layers * _attentions_per_layer(model.residual_mode),
         "norm_topk_prob": not model.moe_router_unnormalized,
-        "n_shared_experts": model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1),
+        "n_shared_experts": shared_experts,
+        "num_shared_experts": shared_experts,
         "first_k_dense_replace": layers - len(experts),
         "topk_method": "greedy" if model.moe_router_num_groups == 1 else "group_limited_greedy",
         "mlp_layer_types": ["sparse" if layer in experts else "dense" for layer in range(layers)],

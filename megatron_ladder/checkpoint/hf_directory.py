@@ -6,7 +6,7 @@ model.safetensors                  weights; or several files and model.safetenso
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,14 @@ _PARTS = (
     (".shared_expert.", ".mlp.shared_experts."),
 )
 """Canonical part of a name, and the part in transformers' Llama, Qwen, GLM, DeepSeek and ours; the rest is the same."""
-_MIXTRAL_PARTS = (
-    (".mlp.", ".block_sparse_moe."),
-    (".gate_proj.", ".w1."),
-    (".up_proj.", ".w3."),
-    (".down_proj.", ".w2."),
-)
 
 
-def hf_name(name: str, expert: int | None = None, mixtral: bool = False) -> str:
-    """Return the name of a canonical tensor, or of an expert's matrix in it, in a Hugging Face directory."""
-    for ours, theirs in (*_PARTS, *(_MIXTRAL_PARTS if mixtral else ())):
+def hf_name(name: str, expert: int | None = None, type_names: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the name of a canonical tensor, or of an expert's matrix in it, in a Hugging Face directory.
+
+    `type_names` are the `names` of its type.
+    """
+    for ours, theirs in (*_PARTS, *type_names):
         name = name.replace(ours, theirs)
     return name if expert is None else name.replace(".experts.", f".experts.{expert}.")
 
@@ -221,8 +218,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     errors: list[str] = []
     dropped = _drop_predicting_layers(config, model, stored)
     found = _stored_weights(path, config, stored)
-    mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
-    tensors, weights = _expected_tensors(path, model, mixtral, found, errors)
+    tensors, weights = _expected_tensors(path, model, _type_names(model_type, found), found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
@@ -305,29 +301,37 @@ def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Ten
 
 
 def _stored_as(
-    spec: TensorSpec, mixtral: bool, found: Container[str]
+    spec: TensorSpec, type_names: Sequence[tuple[str, str]], found: Container[str]
 ) -> tuple[list[str], tuple[int, ...], StackPlace | None]:
     """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack."""
     if spec.expert_dim is None:
-        return [hf_name(spec.name, mixtral=mixtral)], spec.shape, None
+        return [hf_name(spec.name, type_names=type_names)], spec.shape, None
     prefix, _, matrix = hf_name(spec.name).rpartition(".experts.")
     place = STACK_PLACES[matrix]
     stack = f"{prefix}.experts.{place.stack}"
     if stack in found:
         return [stack], place.stack_shape(spec.shape), place
-    return [hf_name(spec.name, expert, mixtral) for expert in range(spec.shape[0])], spec.shape[1:], None
+    return [hf_name(spec.name, expert, type_names) for expert in range(spec.shape[0])], spec.shape[1:], None
+
+
+def _type_names(model_type: str, found: Collection[str]) -> Sequence[tuple[str, str]]:
+    """Return the names of a type that the stored tensors have: its own, or those of transformers' modules."""
+    row = TYPES[model_type]
+    has_module_names = any(part in name for part, _ in row.names[:1] for name in found)
+    return row.module_names if has_module_names else row.names
 
 
 def _expected_tensors(
-    path: Path, model: ModelConfig, mixtral: bool, found: Mapping[str, StoredWeight], errors: list[str]
+    path: Path,
+    model: ModelConfig,
+    type_names: Sequence[tuple[str, str]],
+    found: Mapping[str, StoredWeight],
+    errors: list[str],
 ) -> tuple[dict[str, HFWeight], dict[str, StoredWeight]]:
-    """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one.
-
-    `mixtral` is whether the experts have Mixtral's names.
-    """
+    """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one."""
     tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
     for spec in model_tensors(model):
-        names, shape, place = _stored_as(spec, mixtral, found)
+        names, shape, place = _stored_as(spec, type_names, found)
         parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""

@@ -59,6 +59,7 @@ class HFKeys(Struct):
     final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
     sliding_window: _Size | None = None
     use_sliding_window: bool | None = None
+    max_window_layers: _Count | None = None
     layer_types: list[Literal["full_attention"]] | None = None
     partial_rotary_factor: float | None = None
     rope_theta: float | None = None
@@ -69,12 +70,18 @@ class HFKeys(Struct):
     num_local_experts: Annotated[_Size | None, "num_experts"] = None
     n_routed_experts: Annotated[_Size | None, "num_experts"] = None
     num_experts_per_tok: Annotated[_Size | None, "moe_router_topk"] = None
+    expert_hidden_dim: Annotated[_Size | None, "moe_ffn_hidden_size"] = None
     moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
     shared_expert_intermediate_size: Annotated[_Count | None, "moe_shared_expert_intermediate_size"] = None
     n_shared_experts: _Count | None = None
-    scoring_func: Annotated[Literal["softmax", "sigmoid"] | None, "moe_router_score_function"] = None
+    num_shared_experts: _Size | None = None
+    scoring_func: Annotated[Literal["softmax", "sigmoid", "noaux_tc"] | None, "moe_router_score_function"] = None
     norm_topk_prob: bool | None = None
+    route_norm: bool | None = None
+    router_scaling_factor: Annotated[float | None, "moe_router_topk_scaling_factor"] = None
     routed_scaling_factor: Annotated[float | None, "moe_router_topk_scaling_factor"] = None
+    moe_router_use_sigmoid: bool | None = None
+    moe_router_enable_expert_bias: bool | None = None
     use_expert_bias: Annotated[bool | None, "moe_router_enable_expert_bias"] = None
     n_group: Annotated[_Size | None, "moe_router_num_groups"] = None
     topk_group: Annotated[_Size | None, "moe_router_group_topk"] = None

@@ -138,6 +138,8 @@ class _Type:
     """Keys that are written with the same values for all models."""
     same: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are written with the same values for all models, and cannot have others."""
+    synonyms: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `same` with another value that has the same meaning."""
     keys: tuple[str, ...] = ()
     """Other keys. Those of latent attention are written only for models that have it."""
     has_output_bias: bool = False
@@ -154,6 +156,20 @@ class _Type:
     """The default of the key; None for a type that rotates whole heads."""
     quant_method: str = "fp8"
     """The quantisation that is read."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of keys that other types require, or for which they have other defaults."""
+    optional: tuple[str, ...] = ()
+    """Keys of the experts that can be missing."""
+    assumed_dense: int | None = None
+    """The number of dense layers that transformers assumes without `mlp_layer_types`, whatever `first_k_dense_replace`
+    is; None if it reads that key."""
+    names: tuple[tuple[str, str], ...] = ()
+    """Part of a tensor's name in most types, and in files of this one."""
+    module_names: tuple[tuple[str, str], ...] = ()
+    """The same for files with the names of transformers' modules, which have the first part of `names`."""
+    needs_source: bool = False
+    """Whether only a model that was imported from this type is written as it, because more programs read another type
+    that expresses the same models."""
 
 
 _LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
@@ -165,6 +181,19 @@ _QWEN3 = _Type(
     has_output_bias=True,
     fixed={"qk_layernorm": True},
 )
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_MIXTRAL_NAMES = (
+    (".mlp.experts.", ".block_sparse_moe.experts."),
+    (".mlp.gate.", ".block_sparse_moe.gate."),
+    (".gate_proj.", ".w1."),
+    (".up_proj.", ".w3."),
+    (".down_proj.", ".w2."),
+)
+_HY_NAMES = (
+    (".mlp.gate.weight", ".mlp.router.gate.weight"),
+    (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
+)
 _GLM_EXPERTS: tuple[str, ...] = ("n_routed_experts", *_EXPERTS, "norm_topk_prob", "routed_scaling_factor", *GROUPS)
 _GLM_EXPERTS += ("n_shared_experts", "first_k_dense_replace")
 _DEEPSEEK_V3 = _Type(
@@ -175,7 +204,7 @@ _DEEPSEEK_V3 = _Type(
     same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     keys=(*LATENT, "attention_bias"),
     has_output_bias=True,
-    fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    fixed_with_experts=_SIGMOID,
 )
 TYPES = {
     "llama": _LLAMA,
@@ -188,6 +217,7 @@ TYPES = {
         constants=_NO_WINDOW,
         sliding_window=None,
         rope_theta=1e6,
+        names=_MIXTRAL_NAMES,
     ),
     "qwen3_moe": replace(
         _QWEN3,
@@ -200,7 +230,7 @@ TYPES = {
         experts=_GLM_EXPERTS,
         constants={"num_nextn_predict_layers": 0},
         keys=("attention_bias", "use_qk_norm"),
-        fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        fixed_with_experts=_SIGMOID,
         partial_rotary_factor=0.5,
     ),
     "deepseek_v2": replace(
@@ -218,6 +248,67 @@ TYPES = {
     "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, architecture="Glm4MoeLiteForCausalLM", experts=(*_GLM_EXPERTS, "mlp_layer_types")
+    ),
+    "hy_v3": _Type(
+        architecture="HYV3ForCausalLM",
+        required=("num_key_value_heads", "head_dim"),
+        # vLLM reads expert_hidden_dim and first_k_dense_replace instead of moe_intermediate_size and mlp_layer_types.
+        experts=(
+            *("num_experts", *_EXPERTS, "expert_hidden_dim", "num_shared_experts", "router_scaling_factor"),
+            *("mlp_layer_types", "first_k_dense_replace"),
+        ),
+        constants={"num_nextn_predict_layers": 0},
+        # vLLM ignores biases.
+        same={
+            **{"attention_bias": False, "mlp_bias": False, "qk_norm": True, "route_norm": True},
+            **{"moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True},
+        },
+        fixed={"qk_layernorm": True},
+        fixed_with_experts=_SIGMOID,
+        rope_theta=11_158_840.0,
+        defaults={"initializer_range": 0.006},
+        optional=("expert_hidden_dim", "first_k_dense_replace"),
+        assumed_dense=1,
+        names=_HY_NAMES,
+        module_names=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+        needs_source=True,
+    ),
+    "dots1": _Type(
+        architecture="Dots1ForCausalLM",
+        experts=_GLM_EXPERTS,
+        constants=_NO_WINDOW,
+        same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        synonyms={"scoring_func": "noaux_tc"},
+        keys=("attention_bias",),
+        has_output_bias=True,
+        fixed={"qk_layernorm": True},
+        fixed_with_experts=_SIGMOID,
+        optional=GROUPS,
+        needs_source=True,
+    ),
+    "solar_open": _Type(
+        architecture="SolarOpenForCausalLM",
+        required=("num_key_value_heads", "head_dim"),
+        experts=tuple(key for key in _GLM_EXPERTS if key != "first_k_dense_replace"),
+        same={"first_k_dense_replace": 0, "use_qk_norm": False},
+        keys=("attention_bias",),
+        fixed_with_experts=_SIGMOID,
+        rope_theta=1e6,
+        # As published. No layer has this width.
+        defaults={"intermediate_size": 10240},
+        optional=GROUPS,
+        needs_source=True,
+    ),
+    "youtu": replace(
+        _DEEPSEEK_V3,
+        architecture="YoutuForCausalLM",
+        required=("kv_lora_rank", "initializer_range"),
+        experts=(),
+        constants={},
+        same={"rope_interleave": True},
+        fixed_with_experts={},
+        defaults={"tie_word_embeddings": True},
+        needs_source=True,
     ),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
@@ -244,7 +335,7 @@ TYPES = {
         keys=(*_DEEPSEEK_V3.keys, "gated_attention", "farskip"),
     ),
 }
-"""`model_type` -> its keys. A model is written as the first type that expresses it."""
+"""`model_type` -> its keys. A model is written as the first type that expresses it; see also `needs_source`."""
 
 
 def plain_architecture(model_type: str) -> str:

@@ -27,7 +27,7 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
-from megatron_ladder.checkpoint.hf_types import plain_architecture
+from megatron_ladder.checkpoint.hf_types import TYPES, plain_architecture
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.tensor_file import box_key
@@ -290,7 +290,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     source = open_training_checkpoint(options.load)
     checkpoint = source.checkpoint
     wiring = wiring_text(source.model)
-    model_type = hf_type(source.model)
+    model_type = hf_type(source.model, checkpoint.imported_type)
     dtype = source.trained_dtype if options.dtype is None else _DTYPES[options.dtype]
     weights = [tensor for tensor in source.tensors() if tensor.kind == "weight"]
     raise_user_errors(
@@ -306,8 +306,9 @@ def plan_export(options: ExportOptions) -> Conversion:
     files = dict(zip([hf_directory.WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
     # The other files: tokenizer, code, licence, card and index.
     other_files, ids, notes = small_files.exported_tokenizer(checkpoint, source.other_files)
-    code = small_files.module_files(source.model)
-    other_files |= {**code, HF_CONFIG: small_files.json_file(hf_config(source.model, dtype=dtype, **ids))}
+    code = small_files.module_files(model_type)
+    config = hf_config(source.model, dtype=dtype, model_type=model_type, **ids)
+    other_files |= {**code, HF_CONFIG: small_files.json_file(config)}
     other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
     other_files[MODEL_CARD] = small_files.model_card(
         source.model,
@@ -315,6 +316,7 @@ def plan_export(options: ExportOptions) -> Conversion:
         options.hf.name,
         other_files.get(MODEL_CARD, b""),
         has_tokenizer="tokenizer.json" in other_files,
+        needs_code=bool(code),
     )
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
@@ -353,12 +355,12 @@ def _exported(
     spec = source.specs[tensor.name]
     new_dtype = tensor.dtype if dtype is None or spec.role is Role.STATE else dtype
     cast = replace(tensor, dtype=new_dtype)
-    mixtral = model_type == "mixtral"
+    names = TYPES[model_type].names
     if spec.expert_dim is None:
-        yield replace(cast, key=hf_directory.hf_name(tensor.name, mixtral=mixtral))
+        yield replace(cast, key=hf_directory.hf_name(tensor.name, type_names=names))
         return
     for expert in range(tensor.shape[0]):
-        key = hf_directory.hf_name(tensor.name, expert, mixtral)
+        key = hf_directory.hf_name(tensor.name, expert, names)
         read = partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
 

@@ -17,7 +17,6 @@ from megatron_ladder.checkpoint.format import (
     end_ids,
     is_card_or_licence,
 )
-from megatron_ladder.checkpoint.hf_config import hf_type
 from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
@@ -33,9 +32,9 @@ _MORE_TEMPLATES = "additional_chat_templates"
 _OWN_CODE = " The model needs the code in this directory: as a Llama, it would compute wrong results."
 
 
-def module_files(model: ModelConfig) -> dict[str, bytes]:
-    """Return file name -> content of the code that an exported directory needs; raise UserError as `hf_type`."""
-    if hf_type(model) != OWN_TYPE:
+def module_files(model_type: str) -> dict[str, bytes]:
+    """Return file name -> content of the code that an exported directory of a type needs."""
+    if model_type != OWN_TYPE:
         return {}
     return {f"{name}.py": exported_module(name) for name in (CONFIGURATION, MODELING)}
 
@@ -51,9 +50,10 @@ def imported_card(directory: Path, source: bytes) -> bytes:
     return _card({"base_model": name, **terms}, "")
 
 
-def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes, has_tokenizer: bool) -> bytes:
+def model_card(
+    model: ModelConfig, wiring: str, name: str, imported: bytes, *, has_tokenizer: bool, needs_code: bool
+) -> bytes:
     """Return the card of an exported model, given that of `imported_card`, which is empty without an import."""
-    needs_code = hf_type(model) == OWN_TYPE
     trust = ", trust_remote_code=True" if needs_code else ""
     classes = "AutoModelForCausalLM"
     tokenizer = ""

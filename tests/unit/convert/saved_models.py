@@ -1,15 +1,19 @@
 """Small models built and saved by transformers, and the command line under test."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
+    Dots1ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    HYV3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -17,11 +21,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SolarOpenForCausalLM,
+    YoutuForCausalLM,
 )
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.cli.convert_checkpoint import main
@@ -50,10 +57,10 @@ GLM = {
     "n_group": 3,
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
-    "use_qk_norm": True,
     "attention_bias": True,
 }
-LATENT = {
+HY = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 12, "head_dim": 20}
+DENSE_LATENT = {
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
     "q_lora_rank": None,
@@ -61,6 +68,9 @@ LATENT = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 9,
+    "rms_norm_eps": 0.01,
+}
+LATENT = DENSE_LATENT | {
     "n_routed_experts": 6,
     "n_shared_experts": 2,
     "n_group": 1,
@@ -68,7 +78,6 @@ LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
     "first_k_dense_replace": 1,
-    "rms_norm_eps": 0.01,
 }
 YARN = {
     "rope_type": "yarn",
@@ -86,10 +95,14 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, {"head_dim": 24}),
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
     "qwen3_moe": (Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
-    "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM),
+    "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM | {"use_qk_norm": True}),
+    "hy_v3": (HYV3ForCausalLM, HY),
+    "dots1": (Dots1ForCausalLM, EXPERTS | GLM | {"first_k_dense_replace": 1}),
+    "solar_open": (SolarOpenForCausalLM, EXPERTS | GLM),
     "deepseek_v2": (DeepseekV2ForCausalLM, LATENT),
     "deepseek_v3": (DeepseekV3ForCausalLM, LATENT),
     "glm4_moe_lite": (Glm4MoeLiteForCausalLM, LATENT | {"q_lora_rank": 22}),
+    "youtu": (YoutuForCausalLM, DENSE_LATENT | {"bos_token_id": 1, "eos_token_id": 2}),
     "instella_moe": (InstellaMoEForCausalLM, LATENT | INSTELLA),
 }
 """Rows of experts are no multiple of 16 bytes."""
@@ -108,11 +121,17 @@ def save_model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float
     built = built.to(dtype).eval()
     for module in built.modules():
         if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = torch.randn(module.num_experts) * 0.1
+            module.e_score_correction_bias = torch.randn(len(module.e_score_correction_bias)) * 0.1
     # The grouped products of transformers need rows of a multiple of 16 bytes.
     built.config._experts_implementation = "eager"
     built.save_pretrained(path, **saving)
     return built
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -196,3 +215,28 @@ def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     load_weights(model, checkpoint)
     hidden_states = model.hidden_states(tokens, model.training_context(tokens))
     return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)
+
+
+def check_round_trip(folder: Path, kind: str, dtype: torch.dtype, written_type: str, **changes: Any) -> None:
+    """Save, import and export a model; assert equal bits, the written type, and transformers' logits.
+
+    The directories are `hf`, `ours` and `back` in `folder`.
+    """
+    hf, ours, back = folder / "hf", folder / "ours", folder / "back"
+    family = type(save_model(hf, kind, dtype, max_shard_size="60KB", **changes))
+    assert len(list(hf.glob("*.safetensors"))) > 1
+    convert("import", "--hf", hf, "--save", ours, "--verify")
+    words = ("--max-shard-size", "100KB", "--dtype", "bf16" if dtype == torch.bfloat16 else "fp32")
+    convert("export", "--load", ours, "--hf", back, *words, "--verify")
+    assert_equal_bits(tensors_of(hf), tensors_of(back))
+    written, model = config_of(back), model_config_from_hf(config_of(hf))
+    assert written["model_type"] == written_type
+    assert model_config_from_hf(written) == Checkpoint.open(ours).model() == model
+    # Longer than the original positions of YaRN.
+    tokens = torch.randint(0, 301, (2, 48), generator=torch.Generator().manual_seed(3))
+    exact: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
+    with torch.no_grad():
+        expected = family.from_pretrained(hf, **exact)(tokens).logits
+        theirs = AutoModelForCausalLM.from_pretrained(back, trust_remote_code=True, **exact)(tokens).logits
+        found = theirs, our_logits(ours, tokens)
+    assert all((one - expected).abs().max() <= 1e-5 * expected.abs().max() for one in found)

@@ -48,7 +48,7 @@ def test_round_trip_is_bitwise(tmp_path: Path, kind: str, tied: bool) -> None:
     assert max(sizes.values()) <= 100_000 and sum(sizes.values()) == index["metadata"]["total_size"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe", "hy_v3", "dots1", "solar_open"])
 def test_experts_that_are_stored_as_stacks_are_imported(tmp_path: Path, kind: str) -> None:
     save_model(tmp_path / "hf", kind)
     save_model(tmp_path / "stacks", kind, save_original_format=False)

@@ -17,7 +17,6 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
-from megatron_ladder.convert.small_files import module_files
 from tests.helpers.hugging_face import module_tensors
 from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
@@ -208,5 +207,5 @@ def test_wirings_that_transformers_cannot_compute_are_rejected() -> None:
     ],
 )
 def test_shared_key_and_value_heads_have_no_hugging_face_form(config: ModelConfig, words: str) -> None:
-    for (error,) in (errors_of(hf_config, config, dtype="float32"), errors_of(module_files, config)):
-        assert words in error
+    (error,) = errors_of(hf_config, config, dtype="float32")
+    assert words in error

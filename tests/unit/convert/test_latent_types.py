@@ -1,4 +1,4 @@
-"""Directories of models with latent attention: DeepSeek-V2 and -V3, Moonlight, GLM-4.7-Flash, and Instella-MoE."""
+"""Directories of models with latent attention: DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, Youtu-LLM, Instella."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
+from transformers import Glm4MoeLiteConfig
 
 from megatron_ladder.blueprint.tensors import parameter_count
-from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.pairwise import quick_share
@@ -21,23 +20,27 @@ from tests.unit.convert.saved_models import (
     MSCALES,
     YARN,
     assert_equal_bits,
+    check_round_trip,
+    config_of,
     convert,
     our_logits,
     save_model,
     tensors_of,
 )
 
-EXACT: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
 LATENT_QUERIES: dict[str, Any] = {"q_lora_rank": 22, "attention_bias": True}
 GROUPS = {"n_group": 3, "topk_group": 2}
 V2_GROUPS = {"n_group": 3, "topk_group": 1, "topk_method": "group_limited_greedy", "mlp_bias": True}
 HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "v_head_dim": 23, "intermediate_size": 66}
+UNTIED = {"tie_word_embeddings": False}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2 lite": ("deepseek_v2", {"rope_parameters": YARN | MSCALES}),
     "v2": ("deepseek_v2", LATENT_QUERIES | V2_GROUPS),
     "v3": ("deepseek_v3", LATENT_QUERIES | GROUPS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}),
     "moonlight": ("deepseek_v3", HEADS | {"first_k_dense_replace": 2, "norm_topk_prob": False}),
     "glm": ("glm4_moe_lite", HEADS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "youtu": ("youtu", LATENT_QUERIES | UNTIED | {"rope_parameters": YARN | MSCALES}),
+    "youtu, tied": ("youtu", HEADS | {"tie_word_embeddings": True}),
     "instella": ("instella_moe", {}),
     "instella, all layers of experts": ("instella_moe", LATENT_QUERIES | {"first_k_dense_replace": 0}),
 }
@@ -49,37 +52,17 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", quick_share(CASES, 4))
 def test_round_trips_are_bitwise_and_logits_those_of_transformers(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
     kind, changes = CASES[name]
-    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
-    family = type(save_model(hf, kind, dtype, max_shard_size="60KB", **changes))
-    assert len(list(hf.glob("*.safetensors"))) > 1
-    convert("import", "--hf", hf, "--save", ours, "--verify")
-    words = ("--max-shard-size", "100KB", "--dtype", "bf16" if dtype == torch.bfloat16 else "fp32")
-    convert("export", "--load", ours, "--hf", back, *words, "--verify")
-    assert_equal_bits(tensors_of(hf), tensors_of(back))
-    biases = [tensor.dtype for name, tensor in tensors_of(back).items() if name.endswith("e_score_correction_bias")]
-    assert all(dtype == torch.float32 for dtype in biases) and bool(biases) == (kind != "deepseek_v2")
-    written, model = config_of(back), model_config_from_hf(config_of(hf))
     types = {"glm4_moe_lite": "deepseek_v3", "instella_moe": "megatron_ladder"}
-    assert written["model_type"] == types.get(kind, kind)
-    assert model_config_from_hf(written) == Checkpoint.open(ours).model() == model
-    # Longer than the original positions of YaRN.
-    tokens = torch.randint(0, 301, (2, 48), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = family.from_pretrained(hf, **EXACT)(tokens).logits
-        theirs = AutoModelForCausalLM.from_pretrained(back, trust_remote_code=True, **EXACT)(tokens).logits
-        found = theirs, our_logits(ours, tokens)
-    assert all((one - expected).abs().max() <= 1e-5 * expected.abs().max() for one in found)
+    check_round_trip(tmp_path, kind, dtype, types.get(kind, kind), **changes)
+    written = tensors_of(tmp_path / "back")
+    biases = [tensor.dtype for name, tensor in written.items() if name.endswith("e_score_correction_bias")]
+    assert all(dtype == torch.float32 for dtype in biases) and bool(biases) == (kind not in ("deepseek_v2", "youtu"))
 
 
 def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(

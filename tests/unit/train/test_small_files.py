@@ -150,7 +150,8 @@ def test_the_card_asks_only_for_what_the_model_has(tmp_path: Path) -> None:
     assert "base_model" not in card.content and "AutoTokenizer" not in card.content
     assert card.text.endswith("Before you publish the model, set `license`.\n")
     imported = b"---\nbase_model: meta-llama/Llama-2-7b\nlicense: llama2\n---\n"
-    card = ModelCard(model_card(small_config(), "standard", "new", imported, has_tokenizer=True).decode())
+    parts = {"has_tokenizer": True, "needs_code": False}
+    card = ModelCard(model_card(small_config(), "standard", "new", imported, **parts).decode())
     assert card.data.base_model == "meta-llama/Llama-2-7b"
     assert card.text.endswith("Before you publish the model, check `license`.\n")
 

@@ -36,14 +36,8 @@ def _experts(count: int, chosen: int, width: int, layers: range, shared: int = 0
     }
 
 
-_GLM: dict[str, Any] = {
-    "head_dim": 128,
-    "add_qkv_bias": True,
-    "rotary_percent": 0.5,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-}
-_DEEPSEEK: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_GLM: dict[str, Any] = {"head_dim": 128, "add_qkv_bias": True, "rotary_percent": 0.5, **_SIGMOID}
 
 
 def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) -> dict[str, Any]:
@@ -96,7 +90,7 @@ SIZES: dict[str, ModelConfig] = {
     "instella-moe": _shape(
         "27x2048x10944x16x1x128896",
         **_latent(96, 32, 128, attention_output_gate=True),
-        **_DEEPSEEK,
+        **_SIGMOID,
         **_experts(64, 6, 1408, range(1, 27), 2816),
     ),
     "deepseek-v2-lite": _shape(
@@ -107,14 +101,22 @@ SIZES: dict[str, ModelConfig] = {
     "glm-4.7-flash": _shape(
         "47x2048x10240x20x1x154880",
         **_latent(192, 64, 256, 768),
-        **_DEEPSEEK,
+        **_SIGMOID,
         **_experts(64, 4, 1536, range(1, 47), 1536),
     ),
     "deepseek-v3": _shape(
         "61x7168x18432x128x1x129280",
         **_latent(128, 64, 128, 1536),
-        **_DEEPSEEK,
+        **_SIGMOID,
         **_experts(256, 8, 2048, range(3, 61), 2048, moe_router_num_groups=8, moe_router_group_topk=4),
+    ),
+    "hy3": _shape(
+        "80x4096x13312x64x8x120832",
+        head_dim=128,
+        qk_layernorm=True,
+        moe_router_topk_scaling_factor=2.826,
+        **_SIGMOID,
+        **_experts(192, 8, 1536, range(1, 80), 1536),
     ),
     "bloom-176b": _shape("70x14336x50176x112x112x250880"),
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
@@ -128,7 +130,7 @@ authors trained, so that 8 ranks divide them; parameters and matrices have the s
 bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' source. llama-*: Llama 3, except 34b, which
 is CodeLlama, and those with a 2. instella-moe, deepseek-*, glm-*: `config.json` of amd/Instella-MoE-16B-A3B-Think,
 deepseek-ai/DeepSeek-V2-Lite, deepseek-ai/DeepSeek-V3, zai-org/GLM-4.5-Air, GLM-4.6 and GLM-4.7-Flash, without the layer
-that predicts a further token."""
+that predicts a further token. hy3: that of tencent/Hy3, without such a layer."""
 
 
 def find_size(text: str) -> ModelConfig:
