@@ -15,6 +15,7 @@ from megatron_ladder.blueprint.model_flags import (
     ModelFlags,
     ModelTraits,
     parse_layers,
+    parse_window,
 )
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock, Wiring
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
@@ -36,8 +37,9 @@ FFN_MULTIPLE = 256
 class ModelConfig(ModelTraits):
     """A resolved model, as checkpoints store it.
 
-    The attributes are those of `ModelFlags` after `resolve_model`. `moe_layers` and `ladder_layers` are sorted; the
-    latter is empty in a wiring without late sub-blocks. Widths and intervals of what the model lacks are 0.
+    The attributes are those of `ModelFlags` after `resolve_model`. `moe_layers`, `window_layers` and `ladder_layers`
+    are sorted; the last one is empty in a wiring without late sub-blocks. Widths, sizes and intervals of what the model
+    lacks are 0.
     """
 
     num_layers: int = flag(minimum=1)
@@ -53,6 +55,8 @@ class ModelConfig(ModelTraits):
     max_position_embeddings: int = flag(minimum=1)
     moe_ffn_hidden_size: int = 0
     moe_layers: tuple[int, ...] = ()
+    window_size: int = flag(0, minimum=0)
+    window_layers: tuple[int, ...] = ()
     ladder_layers: tuple[int, ...] = ()
     desync_interval: int = 0
     desync_tp: int | None = None
@@ -99,13 +103,19 @@ class ModelConfig(ModelTraits):
 
     def to_flags(self) -> "ModelFlags":
         """Return flags that `resolve_model` resolves to this model."""
-        values = {field.name: getattr(self, field.name) for field in fields(ModelFlags)}
-        for name, is_used in (("ladder_layers", bool(self.wiring.late)), ("moe_layers", self.num_experts > 0)):
+        values: dict[str, Any] = {field.name: getattr(self, field.name, field.default) for field in fields(ModelFlags)}
+        lists = {
+            "ladder_layers": bool(self.wiring.late),
+            "moe_layers": self.num_experts > 0,
+            "window_layers": self.window_size > 0,
+        }
+        for name, is_used in lists.items():
             layers: tuple[int, ...] = getattr(self, name)
             if not is_used or len(layers) == self.num_layers:
                 values[name] = None
             else:
                 values[name] = f"[{','.join(map(str, layers))}]" if layers else "none"
+        values["window_size"] = str(self.window_size) if self.window_size else None
         values["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or None
         values["desync_interval"] = self.desync_interval or ModelFlags.desync_interval
         return ModelFlags(**values)
@@ -182,6 +192,18 @@ def _layers(text: str | None, num_layers: int) -> tuple[int, ...] | None:
     return None
 
 
+def _window(text: str | None) -> int | None:
+    with suppress(ValueError):
+        return 0 if text is None else parse_window(text)
+    return None
+
+
+def _windows(text: str | None, without_every: int | None, num_layers: int) -> tuple[int, ...] | None:
+    if without_every is None:
+        return _layers(text, num_layers)
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % without_every)
+
+
 _DERIVED: Mapping[str, Callable[..., Any]] = {
     "head_dim": lambda head_dim, hidden_size, num_attention_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: (
         _head_dim(head_dim, hidden_size, num_attention_heads, kv_lora_rank and qk_nope_head_dim + qk_rope_head_dim)
@@ -197,6 +219,10 @@ _DERIVED: Mapping[str, Callable[..., Any]] = {
         (moe_ffn_hidden_size or ffn_hidden_size) if num_experts else 0
     ),
     "moe_layers": lambda moe_layers, num_layers, num_experts: _layers(moe_layers, num_layers) if num_experts else (),
+    "window_size": lambda window_size: _window(window_size),
+    "window_layers": lambda window_layers, window_attn_skip_freq, window_size, num_layers: (
+        _windows(window_layers, window_attn_skip_freq, num_layers) if window_size else ()
+    ),
     "ladder_layers": lambda ladder_layers, num_layers, residual_mode: (
         _layers(ladder_layers, num_layers) if WIRINGS[residual_mode].late else ()
     ),

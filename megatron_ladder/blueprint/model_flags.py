@@ -76,6 +76,8 @@ class ModelTraits:
     """Latent attention: width of the rotated part, whose key all heads share."""
     v_head_dim: int = flag(128, minimum=1, requires="kv_lora_rank")
     """Latent attention: width of each value."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """Denominator of attention's softmax: learnable adds one trained term for each query head, the sink (gpt-oss)."""
     logit_soft_cap: float | None = flag(None, above=0)
     """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
     rotary_percent: float = flag(1.0, above=0, maximum=1)
@@ -138,6 +140,13 @@ class ModelFlags(ModelTraits):
     """Width of one expert; by default --ffn-hidden-size."""
     moe_layers: str | None = flag(None, requires="num_experts")
     """Layers with experts, in the notation of --ladder-layers; by default all. The others are dense."""
+    window_size: str | None = None
+    """Positions that a query sees in layers with a window, its own included; by default all. Megatron's pair L,0 is
+    understood, which shows L + 1 of them."""
+    window_layers: str | None = flag(None, requires="window_size", excludes="window_attn_skip_freq")
+    """Layers with a window, in the notation of --ladder-layers; by default all."""
+    window_attn_skip_freq: int | None = flag(None, minimum=2, requires="window_size", excludes="window_layers")
+    """Of this many layers, the last one has no window, and so on (as in Megatron)."""
     ladder_layers: str | None = None
     """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
     16-31, 3,7,9-12 or [16] (one layer)."""
@@ -170,6 +179,15 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
+def parse_window(text: str) -> int:
+    """Return the positions that `--window-size` shows, or raise ValueError."""
+    match = re.fullmatch(r"\(?\s*(\d+)\s*(,\s*0\s*)?\)?", text)
+    size = int(match[1]) + bool(match[2]) if match else 0
+    if not size:
+        raise ValueError(f"{text!r} is not a number of positions such as 128, nor a pair such as 127,0")
+    return size
+
+
 def _is_of_other_wirings(name: str, residual_mode: str, value: Any) -> bool:
     return name not in WIRINGS[residual_mode].takes and value != getattr(ModelFlags, name)
 
@@ -181,7 +199,15 @@ def _invalid_layers(name: str, text: str | None, num_layers: int) -> Iterator[Pr
         yield Problem({name: text, "num_layers": num_layers}, "{}: {error} ({num_layers})", error=error)
 
 
+def _invalid_window(window_size: str | None) -> Iterator[Problem]:
+    try:
+        parse_window("1" if window_size is None else window_size)
+    except ValueError as error:
+        yield Problem({"window_size": window_size}, "{}: {error}", error=error)
+
+
 FLAG_CHECKS = (
+    Check(_invalid_window, ("window_size",)),
     rule(
         lambda hidden_size, num_attention_heads, head_dim, kv_lora_rank: (
             head_dim is None and not kv_lora_rank and hidden_size % num_attention_heads
@@ -201,7 +227,7 @@ FLAG_CHECKS = (
     ),
     *(
         Check(functools.partial(_invalid_layers, name), (name, "num_layers"))
-        for name in ("ladder_layers", "moe_layers")
+        for name in ("ladder_layers", "moe_layers", "window_layers")
     ),
 )
 """Checks of values as flags have them, some of them open."""
@@ -269,7 +295,7 @@ MODEL_CHECKS = (
             f"{{{name}}} are not ascending layers of {{num_layers}}",
             reads=(name, "num_layers"),
         )
-        for name in ("ladder_layers", "moe_layers")
+        for name in ("ladder_layers", "moe_layers", "window_layers")
     ),
     rule(
         lambda residual_mode, desync_interval: _is_per_rank(residual_mode) and desync_interval not in DESYNC_INTERVALS,

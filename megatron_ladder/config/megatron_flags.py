@@ -28,7 +28,7 @@ _RULES = {
         --disable-moe-token-dropping! --disable-moe-top2-2nd-expert-sampling! --no-create-moe-param-group!
         --normalization=rmsnorm --attention-dropout=0 --hidden-dropout=0
         --make-vocab-size-divisible-by=128 --vocab-extra-ids=0 --data-impl=mmap --dataloader-type=single
-        --sample-rate=1 --transformer-impl=local --attention-backend=auto,flash --softmax-type=vanilla
+        --sample-rate=1 --transformer-impl=local --attention-backend=auto,flash
         --mlp-type=standard --moe-router-dtype=fp32 --timing-log-level=0 --empty-unused-memory-level=0
         --num-distributed-optimizer-instances=1 --exit-signal=sigterm,sigint --DDP-impl=local""",
     "NCCL is used on GPUs and gloo on CPUs: leave it out": "--distributed-backend=nccl",
@@ -52,7 +52,7 @@ _RULES = {
         --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
     "a query sees all tokens before it, or those of its document with --reset-attention-mask: other models are not "
     "supported": """
-        --window-size --window-attn-skip-freq --qk-l2-norm --linear-* --experimental-attention-variant --*dsa-*
+        --qk-l2-norm --linear-* --experimental-attention-variant --*dsa-*
         --gdp-*""",
     "use --reset-attention-mask": "--dataloader-inter-document-masking",
     "the weights of queries and keys are not clipped: leave it out, which trains them otherwise": "--qk-clip*",

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.model.flash_attention import flash_attention
+from megatron_ladder.model.windows import attend_causally
 
 
 class DocumentBounds(NamedTuple):
@@ -36,26 +36,41 @@ class DocumentBounds(NamedTuple):
         return DocumentBounds(lengths, to_device(bounds, device))
 
 
-PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds, float], Tensor]
-"""(packed queries, keys, values, documents, scale) -> packed outputs."""
+PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds, float, int], Tensor]
+"""(packed queries, keys, values, documents, scale, window) -> packed outputs."""
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float, packed: PackedAttention | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: DocumentBounds | None,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    packed: PackedAttention | None = None,
 ) -> Tensor:
     """Attend within documents: q [b, heads, s, d], k and v [b, kv_heads, s, d] -> [b, heads, s, d].
 
-    `scale` multiplies the scores. `packed` computes all documents at once; by default torch's kernel on CUDA in half
-    precision, which needs values as wide as keys, and none elsewhere.
+    `scale` multiplies the scores. Without documents each row is one. `window` and `sinks`: see `windows.py`. `packed`
+    computes all documents at once; by default torch's kernel on CUDA in half precision, which needs values as wide as
+    keys and no sinks, and none elsewhere.
     """
-    if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3]:
+    fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3]
+    if packed is None and fits and sinks is None:
         packed = _flash_attention
-    if packed is None:
-        attend = partial(_attend_row, scale=scale)
-        return torch.cat(list(map(attend, q, k, v, _lengths_of_rows(documents.lengths, q.shape[2]))))
     batch, _, length, _ = q.shape
+    if packed is None:
+        attend = partial(attend_causally, scale=scale, window=window, sinks=sinks)
+        if documents is None:
+            return attend(q, k, v)
+        of_rows = zip(q, k, v, _lengths_of_rows(documents.lengths, length), strict=True)
+        return torch.cat([_attend_row(attend, row, lengths) for *row, lengths in of_rows])
+    if documents is None:
+        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+        documents = DocumentBounds((length,) * batch, bounds)
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    attended = packed(flat_q, flat_k, flat_v, documents, scale)
+    attended = packed(flat_q, flat_k, flat_v, documents, scale, window)
     return attended.view(batch, length, q.shape[1], q.shape[3]).transpose(1, 2)
 
 
@@ -69,17 +84,13 @@ def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
     return rows
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Attend within the documents of one row: [heads, s, d] each -> [1, heads, s, d]."""
-    pieces = zip(*(x.unsqueeze(0).split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
-    is_grouped = q.shape[0] != k.shape[0]
-    attended = [
-        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
-        for query, key, value in pieces
-    ]
-    return torch.cat(attended, dim=2)
+def _attend_row(attend: Callable[..., Tensor], row: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Attend within the documents of one row: queries, keys and values [heads, s, d] -> [1, heads, s, d]."""
+    pieces = zip(*(x.unsqueeze(0).split(list(lengths), dim=2) for x in row), strict=True)
+    return torch.cat([attend(*piece) for piece in pieces], dim=2)
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float, window: int) -> Tensor:
     longest = max(documents.lengths)
-    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, scale, is_causal=True)
+    bounds = documents.bounds
+    return flash_attention(q, k, v, bounds, bounds, longest, longest, scale, is_causal=True, window=window)[0]

@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._from_0: SequenceContext | None = None
-        """That of the last micro-batch whose positions counted from 0 in every row."""
+        """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
         self.lm_head: VocabParallelHead | None = None
@@ -302,7 +302,7 @@ class LanguageModel(nn.Module):
         lengths = moved(lengths)
         context = self.training_context(tokens, positions, lengths, document_bounds, self._from_0)
         # Autograd cannot save what was made in inference mode.
-        if positions is None and not torch.is_inference_mode_enabled():
+        if positions is None and document_bounds is None and not torch.is_inference_mode_enabled():
             self._from_0 = context
         return StageInputs((tokens, labels, loss_mask, positions, lengths, document_bounds), context)
 
@@ -327,15 +327,13 @@ class LanguageModel(nn.Module):
         """
         length = tokens.shape[1]
         device = self.device
-        if positions is not None:
-            context = self.stack.prepare(SequenceContext(positions.t()))
-        elif earlier is not None and len(earlier.positions) == length:
-            context = earlier
-        else:
-            context = self.stack.prepare(SequenceContext(torch.arange(length, device=device).unsqueeze(1)))
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
         token_mask = None if lengths is None else torch.arange(length, device=device).unsqueeze(1) < lengths
-        return context._replace(documents=documents, token_mask=token_mask)
+        is_from_0 = positions is None and documents is None
+        if is_from_0 and earlier is not None and len(earlier.positions) == length:
+            return earlier._replace(token_mask=token_mask)
+        places = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
+        return self.stack.prepare(SequenceContext(places, documents=documents, token_mask=token_mask))
 
 
 class _Carrying(Function):

@@ -161,7 +161,12 @@ def grouped_attention(
     key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
 
     scores = torch.einsum("bqnd,bknd->bnqk", query, key) / math.sqrt(d)
-    probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if config.softmax_type == "learnable":
+        sinks = weights[f"{prefix}.sinks"].reshape(1, heads, 1, 1).expand(batch, heads, length, 1)
+        probabilities = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :length]
+    else:
+        probabilities = torch.softmax(scores, dim=-1)
     return torch.einsum("bnqk,bknd->bqnd", probabilities, value)
 
 

@@ -69,6 +69,11 @@ class ReferenceConfig:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    window_size: int = 0
+    """Newest positions that a query sees in `window_layers`; 0: all."""
+    window_layers: tuple[int, ...] = ()
+    softmax_type: str = "vanilla"
+    """`learnable`: one more term in the denominator of each head."""
     logit_soft_cap: float | None = None
     residual_mode: str = "standard"
     ladder_layers: tuple[int, ...] = ()
@@ -161,6 +166,8 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_layernorm:
             shapes[f"{name}.q_norm.weight"] = (d,)
             shapes[f"{name}.k_norm.weight"] = (d,)
+        if config.softmax_type == "learnable":
+            shapes[f"{name}.sinks"] = (config.num_attention_heads,)
         add_linear(f"{name}.o_proj", h, values, config.add_attention_output_bias)
 
     def add_mlp(name: str, width: int) -> None:
@@ -419,6 +426,8 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
     position = torch.arange(x.shape[1])
     rotary_positions = position if sight is None else sight.positions
     visible = position[None, :] <= position[:, None] if sight is None else sight.visible[:, None]
+    if int(prefix.split(".")[1]) in config.window_layers:
+        visible = visible & (position[:, None] - position[None, :] < config.window_size)
     if config.kv_lora_rank:
         frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float64)
         angles = rotary_positions.double()[..., None] * frequencies

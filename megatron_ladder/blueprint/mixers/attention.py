@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind, StateSpec
-from megatron_ladder.blueprint.specs import Branch, Matrix, column, row, whole
+from megatron_ladder.blueprint.specs import Branch, Matrix, Role, TensorSpec, column, row, whole
 from megatron_ladder.blueprint.wiring import BranchKind
 from megatron_ladder.flags import Check, rule
 
@@ -19,14 +19,21 @@ class Attention(Mixer):
     """Softmax attention over heads.
 
     Inputs are `q`, `k`, `v` and, if there is an output gate, `gate`; with `qk_layernorm` the heads of queries and keys
-    are normed by `q` and `k`.
+    are normed by `q` and `k`. `sinks` are the logarithms of what the softmax of each head adds to its denominator.
     """
+
+    window: int = 0
+    """The newest positions, its own included, that a query sees; 0: all."""
 
     checks: ClassVar[Sequence[Check]] = (
         rule(
             lambda num_attention_heads, num_key_value_heads: num_attention_heads % num_key_value_heads,
             "{num_attention_heads} is not divisible by {num_key_value_heads}: every key head serves as many query "
             "heads",
+        ),
+        rule(
+            lambda window_size, window_layers: bool(window_size) != bool(window_layers),
+            "{window_size} with {window_layers}: expected both or none of them",
         ),
         rule(
             lambda kv_lora_rank, head_dim, rotary_percent: (
@@ -45,12 +52,12 @@ class Attention(Mixer):
     @classmethod
     def of(cls, config: "ModelConfig", layer: int) -> Mixer | None:
         """See `Mixer.of`."""
-        return cls(config)
+        return cls(config, config.window_size if layer in config.window_layers else 0)
 
     @property
     def name(self) -> str:
         """See `Mixer.name`."""
-        return "attention"
+        return f"attention to {self.window} positions" if self.window else "attention"
 
     @property
     def rotary_dim(self) -> int:
@@ -76,8 +83,10 @@ class Attention(Mixer):
             for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         }
         normed = ("q", "k") if config.qk_layernorm else ()
-        norms = {which: whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in normed}
-        return self._with_output(name, inputs, inner=norms)
+        inner = {which: whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in normed}
+        if config.softmax_type == "learnable":
+            inner["sinks"] = TensorSpec(f"{name}.sinks", (heads,), Role.VECTOR, 0, std=config.init_method_std)
+        return self._with_output(name, inputs, inner=inner)
 
     def _with_output(self, name: str, inputs: dict[str, Matrix], **others: Any) -> Branch:
         """Add the output gate and the output matrix to the inputs and the `others`, which are fields of `Branch`."""
@@ -92,11 +101,18 @@ class Attention(Mixer):
         """See `Mixer.states`: keys and values."""
         # With fewer heads than parts, several parts hold the same.
         shape = max(1, self.config.num_key_value_heads // parts), self.config.head_dim
-        return [StateSpec(name, shape, StateKind.GROWS) for name in ("k", "v")]
+        kind = StateKind.WINDOW if self.window else StateKind.GROWS
+        return [StateSpec(name, shape, kind, self.window) for name in ("k", "v")]
 
     def flops(self, tokens: int, positions: float) -> float:
         """See `Mixer.flops`: those of scores and of weighted values."""
-        return 2 * tokens * positions * self.config.num_attention_heads * (self.config.head_dim + self.value_dim)
+        seen = min(positions, self.window or positions)
+        return 2 * tokens * seen * self.config.num_attention_heads * (self.config.head_dim + self.value_dim)
+
+    def causal_positions(self, length: int) -> float:
+        """See `Mixer.causal_positions`."""
+        window = min(length, self.window or length)
+        return window - window**2 / (2 * length)
 
 
 def attention_factor(config: "ModelConfig") -> float:

@@ -24,6 +24,16 @@ class LatentAttention(Attention):
 
     checks: ClassVar[Sequence[Check]] = (
         rule(
+            lambda kv_lora_rank, window_size: kv_lora_rank and window_size,
+            "{kv_lora_rank} with {window_size}: queries see all latents",
+            "leave it out",
+        ),
+        rule(
+            lambda kv_lora_rank, softmax_type: kv_lora_rank and softmax_type == "learnable",
+            "{kv_lora_rank} with {softmax_type}: latent attention has no sinks",
+            "leave it out",
+        ),
+        rule(
             lambda kv_lora_rank, qk_rope_head_dim: kv_lora_rank and qk_rope_head_dim % 2,
             "{qk_rope_head_dim} is odd: the rotary embedding needs pairs",
         ),

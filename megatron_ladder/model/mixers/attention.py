@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_ladder.blueprint import mixers
-from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.blueprint.specs import Branch, TensorSpec
 from megatron_ladder.model.documents import document_attention
 from megatron_ladder.model.mixers import columns
 from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
+from megatron_ladder.model.mixers.flex import attend_to_blocks, visible_blocks
 from megatron_ladder.model.mixers.mixer import Heads, States
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.operations import BuildContext, NormFunction
+from megatron_ladder.model.operations import BuildContext, NormFunction, require_compiler
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
+from megatron_ladder.model.windows import attend_with_mask
+from megatron_ladder.parallel.layout import ParallelModule
 
 
 class AttentionInputs(NamedTuple):
@@ -28,6 +32,18 @@ class AttentionInputs(NamedTuple):
     """Cosines and sines of the positions."""
     columns: PromptColumns | TokenColumns | None = None
     """In generation, where keys and values are kept."""
+    blocks: BlockMask | None = None
+    """On CUDA with sinks, which blocks of keys the queries of whole sequences see."""
+
+
+class _Sinks(ParallelModule):
+    """The sink of each head of this rank, [heads/t]."""
+
+    weight: nn.Parameter
+
+    def __init__(self, build: BuildContext, tensor: TensorSpec) -> None:
+        super().__init__(build)
+        self.add_parameter("weight", [tensor], build)
 
 
 class AttentionHeads(Heads):
@@ -51,17 +67,29 @@ class AttentionHeads(Heads):
         self.scale = self.mixer.softmax_scale
         self.dtype = build.dtype
         self.q_norm, self.k_norm = None, None
+        self.sinks = None
+        if "sinks" in branch.inner:
+            if build.device.type == "cuda":
+                require_compiler("softmax_type", build.device)
+            self.sinks = _Sinks(build, branch.inner["sinks"])
         if "q" in branch.inner:
             self.q_norm, self.k_norm = (RMSNorm(build, branch.inner[name], own_input=True) for name in ("q", "k"))
 
     def prepare(self, context: SequenceContext) -> AttentionInputs:
         """See `Heads.prepare`."""
         table = rotary_table(self.mixer, context.positions, self.dtype)
-        return AttentionInputs(table, None if context.states is None else self._columns(context.states, context))
+        columns = None if context.states is None else self._columns(context.states, context)
+        blocks = None
+        if self.sinks is not None and context.positions.is_cuda and (columns is None or columns.begins):
+            length, documents = len(context.positions), context.documents
+            rows = 1 if documents is None else sum(documents.lengths) // length
+            blocks = visible_blocks(rows, length, documents, self.mixer.window, context.positions.device)
+        return AttentionInputs(table, columns, blocks)
 
     def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:
         if states.lengths is not None:
-            return PromptColumns.of(states, len(context.positions), 0)
+            columns_of_ring = states.tensors[self.number]["k"].shape[2] if self.mixer.window else 0
+            return PromptColumns.of(states, len(context.positions), columns_of_ring)
         return TokenColumns.of(states, self.number, "k", context.positions[0], self._counts_filled(context))
 
     def _counts_filled(self, context: SequenceContext) -> bool:
@@ -92,14 +120,20 @@ class AttentionHeads(Heads):
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
         """Attend to the keys that each query may see."""
-        if context.documents is not None:
-            return document_attention(q, k, v, context.documents, self.scale)
-        kept = inputs.columns
-        if kept is None:
-            return self.attend_once(q, k, v, None, self.scale)
+        kept, window = inputs.columns, self.mixer.window
+        sinks = None if self.sinks is None else self.sinks.weight
+        if sinks is not None and inputs.blocks is not None:
+            return attend_to_blocks(q, k, v, inputs.blocks, self.scale, sinks)
+        if kept is None or kept.begins:
+            if context.documents is None and not window and sinks is None:
+                return self.attend_once(q, k, v, None, self.scale)
+            return document_attention(q, k, v, context.documents, self.scale, window, sinks)
         if kept.filled is not None:
-            return kept.filled.attend(q, k, v, self.scale)
-        return self.attend_once(q, k, v, kept.mask, self.scale)
+            return kept.filled.attend(q, k, v, self.scale, sinks)
+        if sinks is None:
+            return self.attend_once(q, k, v, kept.mask, self.scale)
+        mask = q.new_ones(1, 1, dtype=torch.bool) if kept.mask is None else kept.mask
+        return attend_with_mask(q, k, v, mask, self.scale, sinks)
 
 
 def _split_heads(

@@ -37,6 +37,11 @@ class PromptColumns(NamedTuple):
     """[b or 1, 1, s, columns] of the columns of `update`; None if there are only those of the positions themselves."""
     filled: "FilledColumns | None" = None
 
+    @property
+    def begins(self) -> bool:
+        """Whether nothing is before these positions."""
+        return not self.before
+
     @staticmethod
     def of(states: States, length: int, window: int) -> "PromptColumns":
         """Return the columns of so many positions."""
@@ -89,6 +94,7 @@ class TokenColumns(NamedTuple):
     mask: Tensor | None
     """[b, 1, 1, extent]; None if all of them are filled, or the kernel counts them."""
     filled: "FilledColumns | None"
+    begins: bool = False
 
     @staticmethod
     def of(states: States, number: int, name: str, positions: Tensor, counts_filled: bool) -> "TokenColumns":
@@ -144,10 +150,10 @@ class FilledColumns(NamedTuple):
     filled: Tensor
     """[b kv_heads/t] int32, the number of filled columns."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """See `Operations.attend`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """See `Operations.attend`; `sinks` [heads/t] as in `windows.py`."""
         kv_heads, positions, head_dim = k.shape[1:]
-        attended = flash_attention(
+        attended, lse = flash_attention(
             q.reshape(-1, q.shape[1] // kv_heads, head_dim),
             k.reshape(-1, 1, head_dim),
             v.reshape(-1, 1, head_dim),
@@ -159,4 +165,8 @@ class FilledColumns(NamedTuple):
             used_keys=self.filled,
             pages=self.pages if positions % PAGE == 0 else None,
         )
+        if sinks is not None:
+            # A row for each key-value head of each sample.
+            by_rows = sinks.view(kv_heads, -1).repeat(len(q), 1)
+            attended = (attended * torch.sigmoid(lse.t() - by_rows).unsqueeze(-1)).to(attended.dtype)
         return attended.view(q.shape)

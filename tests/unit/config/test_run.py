@@ -322,7 +322,6 @@ def test_the_answer_to_a_flag_of_megatron(words: str, message: str) -> None:
         ("--multi-latent-attention", ["32 by default"]),
         ("--cache-mla-latents", ["leave it out"]),
         ("--dataloader-inter-document-masking", ["use --reset-attention-mask"]),
-        ("--window-size 128,0", ["not supported"]),
         ("--use-mup", ["not scaled by widths"]),
         ("--recompute-method uniform", ["recomputes all layers: leave it out", "--recompute-num-layers, too"]),
         ("--recompute-modules moe", ["a third more"]),

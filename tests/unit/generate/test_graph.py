@@ -209,7 +209,7 @@ def attend_to_sequences(
     scale: float | None,
     seqused_k: Tensor,
     block_table: Tensor | None = None,
-) -> tuple[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """FlashAttention for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
 
     The real operator receives the arguments as well, on the meta device.
@@ -227,7 +227,7 @@ def attend_to_sequences(
         assert k.shape[:3] == (sequences, max_k, 1)
         on_meta["block_table"] = block_table.to("meta")
     meta = (x.to("meta") for x in (q, k, v, query_starts, key_starts))
-    shape = aten._flash_attention_forward(*meta, max_q, max_k, *options, **on_meta)[0].shape
+    shape, lse_shape, *_ = (x.shape for x in aten._flash_attention_forward(*meta, max_q, max_k, *options, **on_meta))
     keys, values = (x.view(sequences, 1, max_k, -1) for x in (k, v))
     # What is not in use may be anything, so it must not be multiplied by zero either.
     unused = torch.arange(max_k) >= seqused_k.view(-1, 1, 1, 1)
@@ -235,7 +235,10 @@ def attend_to_sequences(
     queries = q.unsqueeze(2)
     result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=~unused, scale=scale, enable_gqa=True)
     assert result.squeeze(2).shape == shape
-    return (result.squeeze(2),)
+    scores = (queries @ keys.mT * scale).masked_fill(unused, -torch.inf)
+    lse = scores.logsumexp(-1).squeeze(2).t()
+    assert lse.shape == lse_shape
+    return result.squeeze(2), lse
 
 
 @pytest.mark.parametrize("paged", [False, pytest.param(True, marks=NEEDS_PAGES)], ids=["rows", "pages"])
@@ -251,7 +254,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     expected = [generation.ids for generation in plain.generate(requests)], plain.score(PROMPTS[3])
     calls: list[int] = []
 
-    def counted(*arguments: Any, **options: Any) -> tuple[Tensor]:
+    def counted(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         calls.append(len(arguments[0]))
         assert ("block_table" in options) == paged
         return attend_to_sequences(*arguments, **options)

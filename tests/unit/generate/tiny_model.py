@@ -35,6 +35,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 10,
 }
+WINDOWS: dict[str, Any] = {"window_size": 4, "window_layers": (0, 2)}
 MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
@@ -75,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 8,
         "yarn_correction_range_round_to_int": False,
     },
+    "windows": WINDOWS | {"residual_mode": "ladder", "ladder_layers": (1, 2), "num_key_value_heads": 2},
+    "sinks": WINDOWS | {"residual_mode": "parallel", "softmax_type": "learnable", "num_key_value_heads": 1},
     "latent": LATENT | {"residual_mode": "standard", "add_qkv_bias": True},
     "latent-ladder": LATENT
     | {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2, "q_lora_rank": 14},

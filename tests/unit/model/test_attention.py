@@ -23,14 +23,19 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Attend with an explicit mask [b, s, s]."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     number = [sum(place >= bound for bound in BOUNDS.tolist()) for place in range(BATCH * LENGTH)]
     hidden = torch.tensor(
         [
             [
-                [key > query or number[row * LENGTH + key] != number[row * LENGTH + query] for key in range(LENGTH)]
+                [
+                    key > query
+                    or key <= query - (window or LENGTH)
+                    or number[row * LENGTH + key] != number[row * LENGTH + query]
+                    for key in range(LENGTH)
+                ]
                 for query in range(LENGTH)
             ]
             for row in range(BATCH)
@@ -54,7 +59,9 @@ def as_documented(
     *,
     scale: float,
     seqused_k: None,
-) -> tuple[Tensor]:
+    window_size_left: int = LENGTH,
+    window_size_right: int = 0,
+) -> tuple[Tensor, Tensor]:
     """aten._flash_attention_forward, which CPUs lack, from the documentation of torch.nn.attention.varlen.varlen_attn.
 
     The real operator receives the arguments as well, on the meta device.
@@ -68,24 +75,31 @@ def as_documented(
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
         scores = q @ k.transpose(1, 2) * scale
-        later = torch.ones(end - begin, end - begin).triu(1).bool()
-        found.append((torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v).transpose(0, 1))
+        ones = torch.ones(end - begin, end - begin).bool()
+        hidden = ones.triu(1 + window_size_right) | ones.tril(-1 - window_size_left)
+        found.append((torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v).transpose(0, 1))
     meta = (x.detach().to("meta") for x in (query, key, value, cu_seq_q, cu_seq_k))
-    options = {"scale": scale, "seqused_k": seqused_k}
+    options = {"scale": scale, "seqused_k": seqused_k, "window_size_left": window_size_left, "window_size_right": 0}
     on_meta = torch.ops.aten._flash_attention_forward(*meta, max_q, max_k, dropout, is_causal, debug, **options)
     result = torch.cat(found)
     assert on_meta[0].shape == result.shape
-    return (result,)
+    return result, on_meta[1]
 
 
+@pytest.mark.parametrize("window", [0, 2, 3])
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
 @pytest.mark.parametrize("scale", [1 / math.sqrt(WIDTH), 0.7])
-def test_tokens_attend_within_their_document(packed: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_attend_within_their_document(
+    packed: bool, scale: float, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash_attention, "flash_attention_forward", as_documented)
     kernel = _flash_attention if packed else None
     results = []
     documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
-    for attention in (plain, lambda q, k, v, scale: document_attention(q, k, v, documents, scale, kernel)):
+    for attention in (
+        lambda q, k, v, scale: plain(q, k, v, scale, window),
+        lambda q, k, v, scale: document_attention(q, k, v, documents, scale, window, packed=kernel),
+    ):
         q, k, v = inputs()
         found = attention(q, k, v, scale)
         weights = torch.arange(found.numel(), dtype=torch.float64).view(found.shape).cos()
@@ -104,7 +118,7 @@ def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.Monke
 
     taken: list[torch.dtype] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float, window: int) -> Tensor:
         taken.append(q.dtype)
         return q
 
