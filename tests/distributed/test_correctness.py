@@ -149,6 +149,8 @@ LATENT = LATENT_WIDTHS | {"qk_layernorm": False, "rotary_percent": 1.0}
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "gated": {"attention_output_gate": True},
+    "windows": {"window_size": 4, "window_layers": (0, 2, 3)},
+    "sinks": {"window_size": 3, "window_layers": (1, 2), "softmax_type": "learnable", "attention_output_gate": True},
     "latent": LATENT | {"norm_epsilon": 0.05},
     "latent-queries": LATENT
     | {"q_lora_rank": 9, "v_head_dim": 13, "attention_output_gate": True, "add_qkv_bias": True}
@@ -349,11 +351,11 @@ def test_streams_of_their_own(
     ("name", "attention", "recompute"),
     pairwise(
         ["2-lanes-on-2", "4-lanes-on-4", "desync-4-on-2", "desync-2-on-4"],
-        {name: ATTENTIONS[name] for name in ("latent", "latent-queries")},
+        {name: ATTENTIONS[name] for name in ("latent", "latent-queries", "sinks")},
         RECOMPUTED,
     ),
 )
-def test_latents_of_streams_of_their_own(
+def test_attention_of_streams_of_their_own(
     gloo_pools: GlooPools, name: str, attention: dict[str, Any], recompute: int
 ) -> None:
     """Lanes of one rank cannot share a latent."""

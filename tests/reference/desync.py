@@ -35,7 +35,9 @@ def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[
     for name, weight in weights.items():
         *_, parent, module, kind = ("", *name.split("."))
         module = f"{parent}.{module}" if module == "gate_proj" else module
-        if module in rows:
+        if kind == "sinks":
+            weight = weight[torch.tensor(heads)]
+        elif module in rows:
             weight = weight[rows[module]]
         elif module in columns and kind == "weight":
             weight = weight[:, columns[module]]

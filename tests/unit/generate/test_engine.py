@@ -52,14 +52,17 @@ def force(rows: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> mock.Mo
     return sampler
 
 
-PLAIN, PACKED = (False, torch.float64, 1e-11), (True, torch.float32, 1e-5)
-HALF = (True, torch.bfloat16, 2e-2)
+PLAIN, PACKED = (False, torch.float64, 1e-11, None), (True, torch.float32, 1e-5, None)
+HALF = (True, torch.bfloat16, 2e-2, None)
+CHUNKED = ("standard", "lanes", "windows", "sinks", "latent-ladder")
+"""Models that also read prompts of up to six tokens in parts."""
 
 
 @pytest.mark.parametrize(
-    ("name", "packed", "dtype", "tolerance"),
+    ("name", "packed", "dtype", "tolerance", "prompt_chunk"),
     quick_share(
         [
+            *((name, *PLAIN[:3], chunk) for name in CHUNKED for chunk in (1, 2, 5)),
             *((name, *PLAIN) for name in MODELS),
             *((name, *PACKED) for name in ("standard", "lanes", "latent-ladder", "instella")),
             *((name, *HALF) for name in ("ladder", "latent-ladder", "instella")),
@@ -68,7 +71,12 @@ HALF = (True, torch.bfloat16, 2e-2)
     ),
 )
 def test_logits_with_the_cache_equal_recomputation(
-    name: str, packed: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    packed: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+    prompt_chunk: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config(**MODELS[name])
     reference = reference_of(config)[1]
@@ -83,7 +91,8 @@ def test_logits_with_the_cache_equal_recomputation(
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
     sampler = force(forced.tolist(), monkeypatch)
 
-    generations = GenerationEngine(model, ProcessMesh.single()).generate(requests_of(PROMPTS, GREEDY))
+    engine = GenerationEngine(model, ProcessMesh.single(), prompt_chunk=prompt_chunk)
+    generations = engine.generate(requests_of(PROMPTS, GREEDY))
 
     assert [generation.ids for generation in generations] == [tuple(row) for row in forced.t().tolist()]
     for row, prompt in enumerate(PROMPTS):
