@@ -2,18 +2,20 @@
 
 The rows of a batch are cut at the beginnings of documents, and each piece attends to itself, which is less work than
 one pass over the whole row. On CUDA in half precision, one kernel processes all pieces at once; elsewhere they are
-processed one after another.
+processed one after another. With sinks, the kernels on CUDA are those of FlexAttention, compiled for a mask that skips
+blocks of keys which no query sees.
 
 Layouts: queries, keys and values [b, heads, s, d]; packed ones [b * s, heads, d], row after row.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.model.flash_attention import flash_attention
@@ -94,3 +96,55 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds,
     longest = max(documents.lengths)
     bounds = documents.bounds
     return flash_attention(q, k, v, bounds, bounds, longest, longest, scale, is_causal=True, window=window)[0]
+
+
+def visible_blocks(
+    batch: int,
+    length: int,
+    documents: DocumentBounds | None,
+    window: int,
+    device: torch.device,
+    create: Callable[..., BlockMask] | None = None,
+) -> BlockMask:
+    """Return which keys the queries of rows of one length see: of their document, and at most `window` of them.
+
+    `create` makes the mask of a function; by default, compiled code of torch.
+    """
+    numbers: Tensor | None = None
+    if documents is not None:
+        places = torch.arange(batch * length, device=device)
+        numbers = torch.bucketize(places, documents.bounds[1:], right=True).view(batch, length)
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = key <= query
+        if window:
+            visible = visible & (key > query - window)
+        if numbers is not None:
+            visible = visible & (numbers[row, key] == numbers[row, query])
+        return visible
+
+    rows = None if documents is None else batch
+    return (create or _compiled(create_block_mask))(is_visible, rows, None, length, length, device=device)
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: BlockMask,
+    scale: float,
+    sinks: Tensor,
+    attend: Callable[..., Any] | None = None,
+) -> Tensor:
+    """Attend with sinks [heads]: q [b, heads, s, d], k and v [b, kv_heads, s, d] -> [b, heads, s, d].
+
+    `attend` is `flex_attention`; by default compiled.
+    """
+    options = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    attended, more = (attend or _compiled(flex_attention))(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    return (attended * torch.sigmoid(more.lse - sinks.unsqueeze(1)).unsqueeze(-1)).to(v.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

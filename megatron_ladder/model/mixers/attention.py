@@ -12,10 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_ladder.blueprint import mixers
 from megatron_ladder.blueprint.specs import Branch, TensorSpec
-from megatron_ladder.model.documents import document_attention
+from megatron_ladder.model.documents import attend_to_blocks, document_attention, visible_blocks
 from megatron_ladder.model.mixers import columns
 from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
-from megatron_ladder.model.mixers.flex import attend_to_blocks, visible_blocks
 from megatron_ladder.model.mixers.mixer import Heads, States
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, NormFunction, require_compiler

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ladder.model.documents import DocumentBounds, document_attention
-from megatron_ladder.model.mixers.flex import attend_to_blocks, visible_blocks
+from megatron_ladder.model.documents import DocumentBounds, attend_to_blocks, document_attention, visible_blocks
 from megatron_ladder.model.windows import attend_causally
 
 BATCH, HEADS, KV_HEADS, WIDTH, SCALE = 2, 4, 2, 8, 0.4
