@@ -271,6 +271,7 @@ ODD: dict[str, Odd] = {
     "scaling by a factor": Odd(config=OLD_ROPE | {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "the scaling of Llama 3": Odd(config=OLD_ROPE | {"rope_scaling": LLAMA3}),
     "YaRN": Odd(config=OLD_ROPE | {"rope_scaling": YARN}),
+    "YaRN between fractional indices": Odd(config=OLD_ROPE | {"rope_scaling": YARN | {"truncate": False}}),
     "YaRN, in the new spelling": Odd(config={"rope_parameters": YARN | {"rope_theta": 500.0}}),
     "no theta": Odd(config={"rope_parameters": ...}),
     "two thetas": refused("expected one rope_theta", config={"rope_theta": 500.0}),
@@ -318,6 +319,7 @@ ODD: dict[str, Odd] = {
     "no late layers": Odd(kind=OWN_TYPE, config={"ladder_layers": ...}),
     "two sub-blocks late": Odd(kind=OWN_TYPE, config={"residual_staleness": 2}),
     "two lanes": Odd(kind=OWN_TYPE, config={"lanes": 2}),
+    "clipped activations": Odd(kind=OWN_TYPE, config={"swiglu_limit": 0.5, "glu_linear_offset": 1.0}),
     "soft-capped logits": Odd(kind=OWN_TYPE, config={"final_logit_softcapping": 30.0}),
     "a late layer that does not exist": refused(
         "ladder_layers: found [1, 9], expected at most the 4 layers", kind=OWN_TYPE, config={"ladder_layers": [1, 9]}

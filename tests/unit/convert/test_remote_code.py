@@ -93,6 +93,10 @@ def test_yarn_of_published_models() -> None:
     assert attention_factor(model_config_from_hf(plain | {"rope_scaling": old})) == 0.1 * math.log(16) + 1
     factor = {"attention_factor": 1.138629436111989, "truncate": True}
     assert model_config_from_hf(plain | {"rope_scaling": YARN | factor}) == expected
+    not_rounded = replace(expected, yarn_correction_range_round_to_int=False)
+    assert model_config_from_hf(plain | {"rope_scaling": YARN | {"truncate": False}}) == not_rounded
+    assert hf_config(not_rounded, dtype="float32")["rope_parameters"]["truncate"] is False
+    assert "truncate" not in hf_config(expected, dtype="float32")["rope_parameters"]
     implied = {"rope_type": "yarn", "factor": 4.0}
     assert model_config_from_hf(plain | {"rope_scaling": implied}).rope_original_max_position_embeddings == 131072
     deepseek = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
@@ -131,10 +135,11 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu' or 'swish'"),
         ({"num_key_value_heads": 5}, "is not divisible by num_key_value_heads 5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit: found 7.0, expected null in a llama model"),
+        (OWN | {"swiglu_limit": 0}, "swiglu_limit 0.0: expected above 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1 in a llama model"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type: found 'longrope', expected"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: found nothing"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: found False, expected true"),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor: found 1.0, expected 1.13862944"),
         ({"rope_scaling": YARN | {"mscale": 0.5}}, "attention_factor: found nothing, expected 1.06931472"),
         ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "attention_factor: found nothing, expected 1, which"),
