@@ -109,6 +109,7 @@ def test_the_models_and_references_of_the_tests_of_the_plugin(
     monkeypatch.setattr(models, "EXPERTS", {"experts-farskip": models.EXPERTS["experts-farskip"]})
     monkeypatch.setattr(models, "VARIANTS", {})
     monkeypatch.setattr(models, "EXPERT_VARIANTS", {})
+    monkeypatch.setattr(models, "PLAIN", {"hy3": models.PLAIN["hy3"]})
     monkeypatch.setattr(models, "make_prompts", lambda: [[3, 1, 4]])
     models.write_everything(tmp_path)
     references = json.loads((tmp_path / "references.json").read_text())

@@ -67,6 +67,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "experts-longcat": {"residual_mode": "longcat"} | _ALL_LATE | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
 }
 """Every wiring with a dense layer between two of experts."""
+_HY3: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.826,
+    "moe_router_enable_expert_bias": True,
+    "qk_layernorm": True,
+}
 EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "experts-glm": EXPERTS["experts-farskip"]
     | {
@@ -84,9 +90,14 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "experts-sigmoid": EXPERTS["experts-shortcut"] | {"moe_router_score_function": "sigmoid", "ladder_layers": (0,)},
     "experts-unnormalized": EXPERTS["experts-ladder"]
     | {"moe_router_unnormalized": True, "moe_router_topk_scaling_factor": 2.5},
-    "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
+    "late-hy3": EXPERTS["experts-farskip"] | _HY3,
 }
-"""Routers of all kinds, late and other layers of experts in one model, and a model that vLLM has."""
+"""Routers of all kinds, and late and other layers of experts in one model."""
+PLAIN: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
+    "hy3": _EXPERTS | _HY3 | {"moe_layers": (1, 2)},
+}
+"""Models that vLLM has."""
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 16,
@@ -133,11 +144,13 @@ def write_everything(folder: Path) -> None:
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
-    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | LATENT | {"cached-latents": CACHED_LATENTS}
+    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT
+    changes |= {"cached-latents": CACHED_LATENTS}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
         with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
-            exported, _ = export(Path(scratch), replace(shape, **changes[name]))
+            source = "hy_v3" if name == "hy3" else ""
+            exported, _ = export(Path(scratch), replace(shape, **changes[name]), imported_type=source)
             shutil.move(exported, folder / name)
     # Without ladder layers the export is a plain Llama.
     (folder / "standard").rename(folder / "llama")

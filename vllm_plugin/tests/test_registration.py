@@ -15,10 +15,12 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from vllm_plugin.tests.models import PLAIN
+
 PLUGIN = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("model", ["llama", *PLAIN])
 def test_models_of_vllm_are_unaffected_by_the_plugin(
     model: str, models: Path, references: Any, one: Any, plain: Any
 ) -> None:

@@ -199,10 +199,16 @@ def write_cut_checkpoint(
     return weights
 
 
-def export(folder: Path, config: ModelConfig, *words: object) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Export a model of random weights to `folder / "hf"`; return that directory and the weights."""
+def export(
+    folder: Path, config: ModelConfig, *words: object, imported_type: str = ""
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Export a model of random weights to `folder / "hf"`; return that directory and the weights.
+
+    `imported_type` is the type from which its checkpoint was imported.
+    """
     weights = make_weights(ReferenceConfig.like(config), seed=5)
-    write_checkpoint(folder / "run", config, weights)
+    source = {"hugging_face": {"model_type": imported_type}} if imported_type else {}
+    write_checkpoint(folder / "run", config, weights, **source)
     convert("export", "--load", folder / "run", "--hf", folder / "hf", *words)
     return folder / "hf", weights
 
