@@ -28,7 +28,6 @@ from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import BadNumbersError, LostPeerError, Problem, counted, exit_code_of, without_passwords
-from megatron_ladder.model.operations import select_operations
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
@@ -61,7 +60,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         f"{counted(training.train_iters, 'step')}",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
-        "norm": select_operations(training.norm_implementation, training.compile_sub_blocks, trainer.device)[1],
+        "norm": trainer.norm_description,
         "optimizer": trainer.optimizer_description,
     }
     width = max(map(len, rows))
