@@ -25,6 +25,7 @@ class Attention(Mixer):
     window: int = 0
     """The newest positions, its own included, that a query sees; 0: all."""
 
+    repeats_states: ClassVar[bool] = True
     checks: ClassVar[Sequence[Check]] = (
         rule(
             lambda num_attention_heads, num_key_value_heads: num_attention_heads % num_key_value_heads,
@@ -109,6 +110,17 @@ class Attention(Mixer):
         """See `Mixer.flops`: those of scores and of weighted values."""
         seen = min(positions, self.window or positions)
         return 2 * tokens * seen * self.config.num_attention_heads * (self.config.head_dim + self.value_dim)
+
+    def kept_numbers(self, ranks: int) -> int:
+        """See `Mixer.kept_numbers`: queries and keys after the rotary embedding."""
+        config = self.config
+        heads = config.num_attention_heads // ranks + max(1, config.num_key_value_heads // ranks)
+        return heads * config.head_dim + self._kept_of_gate(ranks)
+
+    def _kept_of_gate(self, ranks: int) -> int:
+        """Return the numbers of the gate's sigmoid, and of the output that it multiplies."""
+        config = self.config
+        return 2 * config.num_attention_heads // ranks * self.value_dim if config.attention_output_gate else 0
 
     def causal_positions(self, length: int) -> float:
         """See `Mixer.causal_positions`."""

@@ -22,6 +22,7 @@ class LatentAttention(Attention):
     matrix, `q_b` and `kv_b`. Published models have no biases where these have none.
     """
 
+    repeats_states: ClassVar[bool] = False
     checks: ClassVar[Sequence[Check]] = (
         rule(
             lambda kv_lora_rank, window_size: kv_lora_rank and window_size,
@@ -112,6 +113,15 @@ class LatentAttention(Attention):
     def states(self, parts: int) -> Sequence[StateSpec]:
         """See `Mixer.states`: the latent and the rotated key, on every rank."""
         return [StateSpec("latent", (1, self.config.kv_lora_rank + self.config.qk_rope_head_dim), StateKind.GROWS)]
+
+    def kept_numbers(self, ranks: int) -> int:
+        """See `Mixer.kept_numbers`: normed latents, and queries, keys and values of the heads."""
+        config = self.config
+        # Values that are not padded are a part of what is expanded.
+        is_padded = config.v_head_dim < config.head_dim
+        values = 2 * config.head_dim if is_padded else config.qk_nope_head_dim + config.v_head_dim
+        heads = config.num_attention_heads // ranks * (2 * config.head_dim + values)
+        return config.q_lora_rank + config.kv_lora_rank + heads + self._kept_of_gate(ranks)
 
     def decode_flops(self, positions: float) -> float:
         """See `Mixer.decode_flops`: each latent serves as key and as value."""

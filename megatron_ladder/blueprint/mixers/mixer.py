@@ -75,6 +75,8 @@ class Mixer(ABC):
     config: "ModelConfig"
     checks: ClassVar[Sequence[Check]] = ()
     """Checks of the values of a model that concern it."""
+    repeats_states: ClassVar[bool] = False
+    """Whether programs without fused kernels copy its states for each query head, and write its scores to memory."""
 
     @classmethod
     @abstractmethod
@@ -99,6 +101,13 @@ class Mixer(ABC):
         """Return the floating-point operations of all heads between input and output products.
 
         Each of the tokens has so many positions before it, its own included. A multiply-add is two operations.
+        """
+
+    @abstractmethod
+    def kept_numbers(self, ranks: int) -> int:
+        """Return how many numbers of each token one of so many ranks keeps for backward between the two products.
+
+        The projections, and the input of the output product, are not among them.
         """
 
     def decode_flops(self, positions: float) -> float:

@@ -19,7 +19,7 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
-from megatron_ladder.generate.slots import _StaticCache
+from megatron_ladder.model.mixers.mixer import States
 from tests.docs.pages import ROOT, Row, page_paths, read_page, table
 from tools.plan import main as plan
 
@@ -69,9 +69,9 @@ def row_of_wiring(sub_blocks: Sequence[tuple[int, WiredSubBlock]], before: Seque
 
 
 def cache_bytes(config: ModelConfig, ranks: int) -> str:
-    """Return the bytes per token of the cache that a rank allocates."""
-    cache = _StaticCache(config, ranks, 1, 10, torch.bfloat16, torch.device("meta"))
-    return f"{sum(part.nbytes for part in cache.parts) // 10:,}"
+    """Return the bytes per token of the states that a rank allocates."""
+    states = States.allocate(config, ranks, 1, 10, torch.bfloat16, torch.device("meta"))
+    return f"{sum(state.nbytes for of_mixer in states.tensors for state in of_mixer.values()) // 10:,}"
 
 
 def test_the_table_of_latent_caches_is_what_generation_allocates() -> None:

@@ -89,12 +89,11 @@ class InferenceRequest:
     reduce_factor: float = 1.0
     """An all-reduce takes so many times as long as the machine's; 0 leaves all of them out."""
     attention: Attention = "fused"
-    """The attention of models without latents; with latents, it is always fused."""
+    """How attention is computed, unless it has latents: then it is always fused."""
 
-    @property
-    def is_expanded(self) -> bool:
-        """Whether attention reads keys and values for each query head, and writes scores."""
-        return self.attention == "expanded" and not self.model.kv_lora_rank
+    def expands(self, mixer: Mixer) -> bool:
+        """Return whether a mixer reads keys and values for each query head, and writes scores."""
+        return self.attention == "expanded" and mixer.repeats_states
 
     def reduce_seconds(self, tokens: int) -> float:
         """Return the time of an all-reduce of the stream of so many tokens."""
@@ -190,7 +189,7 @@ def _read_rate(request: InferenceRequest) -> float:
 def _state_bytes(request: InferenceRequest, mixer: Mixer, positions: float) -> float:
     """Return the bytes of a mixer's states of one sequence on one rank, with a copy for each query head if expanded."""
     model = request.model
-    copies = model.num_attention_heads / max(model.num_key_value_heads, request.ranks) if request.is_expanded else 1
+    copies = model.num_attention_heads / max(model.num_key_value_heads, request.ranks) if request.expands(mixer) else 1
     return copies * sum(spec.bytes(positions, BYTES) for spec in mixer.states(request.ranks))
 
 
@@ -237,7 +236,7 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
             flops += branch.mixer.flops(tokens, branch.mixer.causal_positions(request.prompt)) / request.ranks
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
-        if request.is_expanded and branch.kind is BranchKind.MIXER:
+        if branch.mixer and request.expands(branch.mixer):
             heads = request.model.num_attention_heads / request.ranks
             moved = SCORE_PASSES * BYTES * tokens * request.prompt * heads
             seconds += moved / request.machine.gpu.memory_bytes_per_second

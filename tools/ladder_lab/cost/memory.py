@@ -162,7 +162,7 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool, opt
             _LayerNumbers(
                 sum(sub_block.parameters(tensor) for sub_block in layer),
                 sum(_moments(spec, tensor, optimizer) for sub_block in layer for spec in sub_block.tensors),
-                sum(_kept_inside(model, branch, tensor, whole_experts) for branch in branches),
+                sum(_kept_inside(branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
             )
         )
@@ -174,7 +174,7 @@ def _moments(tensor: TensorSpec, ranks: int, optimizer: str) -> int:
     return len(optimizer_kind(optimizer).moments_of(tensor.role)) * tensor.local_numel(ranks)
 
 
-def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: bool) -> float:
+def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token that a rank keeps for backward inside a branch."""
     if branch.kind is BranchKind.EXPERTS:
         parts = 1 if whole_experts else ranks
@@ -184,22 +184,7 @@ def _kept_inside(model: ModelConfig, branch: Branch, ranks: int, whole_experts: 
     if branch.kind is BranchKind.MLP:
         # The gate after SiLU.
         return kept + branch.inputs["gate"].weight.width(ranks)
-    if model.attention_output_gate:
-        kept += 2 * branch.output.weight.width(ranks)
-    if model.kv_lora_rank:
-        return kept + _kept_of_latents(model, branch, ranks)
-    # Queries and keys after rotary embedding.
-    return kept + sum(branch.inputs[name].weight.width(ranks) for name in ("q", "k"))
-
-
-def _kept_of_latents(model: ModelConfig, branch: Branch, ranks: int) -> int:
-    """Return the numbers per token of what latent attention computes from its inputs and keeps."""
-    heads = model.num_attention_heads // ranks
-    queries_and_keys = 2 * model.head_dim
-    is_padded = model.v_head_dim < model.head_dim
-    # Values that are not padded are a part of what is expanded.
-    values = 2 * model.head_dim if is_padded else model.qk_nope_head_dim + model.v_head_dim
-    return sum(norm.numel for norm in branch.inner.values()) + heads * (queries_and_keys + values)
+    return kept + (branch.mixer.kept_numbers(ranks) if branch.mixer else 0)
 
 
 def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
