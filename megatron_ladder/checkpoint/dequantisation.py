@@ -203,6 +203,8 @@ def _take_mxfp4(config: Mapping[str, Any], found: dict[str, Tensor], errors: lis
             errors.append(f"{stored}: is in MXFP4, but {HF_CONFIG} has no {QUANTIZATION}: restore the published one")
             continue
         problems = [*_mxfp4_errors(config, name, blocks.get(name), scales.get(name))]
+        if name in found:
+            problems.append(f"{name}: is in the files, and so is {name}{_BLOCKS}: remove one of them")
         errors += problems
         if not problems:
             weights[name] = _MXFP4Weight(blocks[name], scales[name])

@@ -9,17 +9,16 @@ fields to the keys. What a type cannot express is not written, so the model that
 two to find the type of a model.
 """
 
-import contextlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from megatron_ladder.blueprint.mixers.attention import attention_factor, yarn_mscale
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import WIRINGS
-from megatron_ladder.checkpoint.hf_keys import FIELDS, OPTIONAL_ROPE_KEYS, ROPE_FIELDS, UNUSUAL_KEYS, HFKeys, HFRope
+from megatron_ladder.checkpoint.hf_keys import FIELDS, ROPE_FIELDS, UNUSUAL_KEYS, HFKeys, KeyErrors
+from megatron_ladder.checkpoint.hf_rope import read_rope, rope_keys
 from megatron_ladder.checkpoint.hf_types import (
     AUTHORS_TYPE,
     GROUPS,
@@ -33,14 +32,11 @@ from megatron_ladder.checkpoint.hf_types import (
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
-from megatron_ladder.errors import Problem, UserError, Vocabulary, raise_user_errors
+from megatron_ladder.errors import UserError, Vocabulary, raise_user_errors
 from megatron_ladder.typed import typed
 
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
-
-_Errors = list[tuple[str, object, str]]
-"""Key, what was found (None for a key that is missing or null), and what was expected."""
 
 
 def model_config_from_hf(
@@ -51,11 +47,13 @@ def model_config_from_hf(
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
     model_type = type_of(config)
-    errors = _Errors()
+    errors = KeyErrors()
     if model_type not in TYPES:
         raise UserError(f"{source}: {_type_error(config.get('model_type'))}")
     row = TYPES[model_type]
     check_quantization(config, source, row.quant_method)
+    if row.rope and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": row.rope, "rope_scaling": row.rope}
     try:
         read = typed({**row.defaults, **config}, HFKeys)
     except ValueError as error:
@@ -68,11 +66,11 @@ def model_config_from_hf(
     layers, rest = divmod(attentions, _attentions_per_layer(mode))
     if rest:
         errors.append(("num_hidden_layers", attentions, f"two attentions for each layer of {mode}"))
-    window = config.get("sliding_window", row.sliding_window)
-    if window is not None and _has_windows(model_type, read):
-        errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
     errors += [(key, None, "a value") for key in row.required if key not in given]
+    if read.experts_per_token not in (None, read.num_experts_per_tok):
+        both = f"{read.experts_per_token} and {read.num_experts_per_tok}"
+        errors.append(("experts_per_token and num_experts_per_tok", both, "one number"))
     errors += _unsupported(model_type, given)
     heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
@@ -89,7 +87,8 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_rope(config, read, model_type, errors),
+        **_windows(model_type, config, read, errors),
+        **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
         **_wiring(model_type, read, layers, errors),
     }
@@ -129,10 +128,10 @@ def _has_windows(model_type: str, read: HFKeys) -> bool:
     return model_type in ("mistral", "mixtral") or bool(read.use_sliding_window)
 
 
-def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:
+def _unsupported(model_type: str, given: Mapping[str, Any]) -> KeyErrors:
     """Return the keys with values that no model of the type has, or that mean a computation that the type lacks."""
     row = TYPES[model_type]
-    errors = _Errors()
+    errors = KeyErrors()
     for key, value in row.same.items():
         if given.get(key, value) not in (value, row.synonyms.get(key, value)):
             errors.append((key, given[key], f"{value!r}: other {model_type} models are not supported"))
@@ -153,7 +152,27 @@ def _attentions_per_layer(residual_mode: str | None) -> int:
     return max(1, sum(kind.has_mixer for kind in kinds))
 
 
-def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> dict[str, Any]:
+def _windows(model_type: str, config: Mapping[str, Any], read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
+    """Return the windows of the layers; without `layer_types`, every second layer has one, beginning with the first."""
+    row, count = TYPES[model_type], read.num_hidden_layers
+    window = config.get("sliding_window", row.sliding_window)
+    if "layer_types" not in row.keys:
+        if window is not None and _has_windows(model_type, read):
+            errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
+        if "sliding_attention" in (kinds := read.layer_types or []):
+            errors.append((f"layer_types[{kinds.index('sliding_attention')}]", "sliding_attention", "'full_attention'"))
+        return {}
+    layers = tuple(range(0, count, 2))
+    if read.layer_types is not None:
+        layers = tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "sliding_attention")
+        if len(read.layer_types) != count:
+            errors.append(("layer_types", read.layer_types, f"one for each of {count} layers"))
+    if layers and window is None:
+        errors.append(("sliding_window", None, "a number of positions, since layer_types has sliding_attention"))
+    return {"window_size": (window or 0) if layers else 0, "window_layers": layers}
+
+
+def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: KeyErrors) -> dict[str, Any]:
     """Return the fields of the experts; `count` is the number of layers."""
     row = TYPES[model_type]
     numbers = {given[key] for key in given if FIELDS.get(key) == "num_experts"} - {0}
@@ -189,7 +208,7 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
     }
 
 
-def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> Sequence[int]:
+def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors: KeyErrors) -> Sequence[int]:
     """Return the layers with experts, of `count`, by the keys of the type."""
     keys = TYPES[model_type].experts
     if "mlp_only_layers" in keys:
@@ -211,73 +230,7 @@ def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors
     return sparse
 
 
-def _rope(config: Mapping[str, Any], read: HFKeys, model_type: str, errors: _Errors) -> dict[str, Any]:
-    """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
-
-    If a file has both spellings, they must agree, since programs differ in which one they read.
-    """
-    row = TYPES[model_type]
-    thetas = {"rope_theta": read.rope_theta}
-    parts = {"partial_rotary_factor": read.partial_rotary_factor}
-    embeddings: dict[str, dict[str, Any]] = {}
-    for key, rope in (("rope_parameters", read.rope_parameters), ("rope_scaling", read.rope_scaling)):
-        if key not in config:
-            continue
-        rope = rope or HFRope()
-        kind = rope.rope_type or rope.type or "default"
-        if kind != (rope.type or kind):
-            errors.append((f"{key}.type", rope.type, f"the same as rope_type, {kind!r}"))
-        if any(isinstance(value, dict) for value in (config[key] or {}).values()):
-            kind = "one for each kind of layer"
-        if kind not in ROPE_FIELDS:
-            errors.append((f"{key}.rope_type", kind, " or ".join(ROPE_FIELDS)))
-            continue
-        thetas[f"{key}.rope_theta"] = rope.rope_theta
-        parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
-        outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
-        original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
-        if kind in ("llama3", "yarn") and outer not in (None, original):
-            errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
-        numbers = msgspec.structs.asdict(rope) | {name: original}
-        required = ROPE_FIELDS[kind].keys() - OPTIONAL_ROPE_KEYS
-        errors += [(f"{key}.{number}", None, "a number") for number in sorted(required) if numbers[number] is None]
-        scaling = {
-            name: getattr(ModelConfig, name) if numbers[number] is None else numbers[number]
-            for number, name in ROPE_FIELDS[kind].items()
-        }
-        if kind == "yarn" and rope.factor is not None:
-            errors += _yarn_errors(key, rope, rope.factor, scaling)
-        embeddings[key] = {"rope_scaling": "none" if kind == "default" else kind, **scaling}
-    thetas = {key: theta for key, theta in thetas.items() if theta is not None}
-    parts = {key: part for key, part in parts.items() if part is not None}
-    part = next(iter(parts.values()), row.partial_rotary_factor or 1.0)
-    if part != 1 and row.partial_rotary_factor is None:
-        errors.append((next(iter(parts)), part, f"1 in a {model_type} model, which rotates whole heads"))
-    spellings: dict[str, Mapping[str, Any]]
-    spellings = {"rope_theta": thetas, "rotary embedding": embeddings, "partial_rotary_factor": parts}
-    for name, values in spellings.items():
-        if len({str(value) for value in values.values()}) > 1:
-            both = " and ".join(f"{key} {value}" for key, value in values.items())
-            errors.append((" and ".join(values), both, f"one {name}"))
-    base = next(iter(thetas.values()), row.rope_theta)
-    return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
-
-
-def _yarn_errors(key: str, rope: HFRope, factor: float, scaling: Mapping[str, Any]) -> _Errors:
-    """Return what our YaRN, with the fields `scaling`, would compute differently from transformers'."""
-    errors = _Errors()
-    computed = yarn_mscale(factor, scaling["rope_mscale"]) / yarn_mscale(factor, scaling["rope_mscale_all_dim"])
-    theirs = rope.attention_factor
-    if theirs is None:
-        # Neither scale has an effect without the other.
-        theirs = computed if rope.mscale and rope.mscale_all_dim else yarn_mscale(factor, 1.0)
-    if not math.isclose(theirs, computed, rel_tol=1e-6):
-        expected = f"{computed:.9g}, which follows from factor, mscale and mscale_all_dim"
-        errors.append((f"{key}.attention_factor", rope.attention_factor, expected))
-    return errors
-
-
-def _wiring(model_type: str, read: HFKeys, count: int, errors: _Errors) -> dict[str, Any]:
+def _wiring(model_type: str, read: HFKeys, count: int, errors: KeyErrors) -> dict[str, Any]:
     """Return fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
     mode = read.residual_mode
     late = read.ladder_layers
@@ -311,7 +264,7 @@ def _wiring(model_type: str, read: HFKeys, count: int, errors: _Errors) -> dict[
     return {"ladder_layers": layers, **({} if is_desync else {"desync_interval": 0, "desync_tp": None})}
 
 
-def _instella_layers(read: HFKeys, count: int, errors: _Errors) -> tuple[int, ...]:
+def _instella_layers(read: HFKeys, count: int, errors: KeyErrors) -> tuple[int, ...]:
     """Return the late layers of Instella, if they are those of our farskip.
 
     After a standard layer with experts, the first late attention of Instella misses their output, and ours does not.
@@ -334,8 +287,7 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
-        UserError: no type expresses the model, or lanes, or ranks of desync, that read different streams share key and
-            value heads.
+        UserError: lanes, or ranks of desync, that read different streams share key and value heads.
     """
     lanes = model.lanes or model.desync_tp
     if lanes and model.num_key_value_heads % lanes:
@@ -345,6 +297,9 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
             "different keys and values from it, for which the cache of transformers has no space: generate from the "
             "checkpoint instead"
         )
+    if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
+        # vLLM's DeepSeek rounds the indices of YaRN.
+        return OWN_TYPE
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
@@ -353,40 +308,22 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     written = [name for name, row in TYPES.items() if row.architecture and not row.needs_source]
     if imported_type in TYPES and TYPES[imported_type].needs_source:
         written.insert(0, imported_type)
-    if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
-        # vLLM's DeepSeek rounds the indices of YaRN.
-        written = [OWN_TYPE]
-    for name in written:
-        if possible.get(name, True) and _expresses(name, model):
-            return name
-    lost = _lost_fields(OWN_TYPE, model)
-    names = " and ".join(f"{{{name}}}" for name in lost)
-    raise UserError(
-        Problem(lost, f"no type of Hugging Face models has {names}", "generate from the checkpoint instead")
-    )
+    return next((name for name in written if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
 
 
 def _expresses(model_type: str, model: ModelConfig) -> bool:
     """Return whether a model that is written as this type is read as the same model."""
-    with contextlib.suppress(UserError):
-        return not _lost_fields(model_type, model)
-    return False
-
-
-def _lost_fields(model_type: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields, with their values, that differ in the model that is read from this type of the model.
-
-    Raises UserError if it cannot be read.
-    """
-    reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
+    try:
+        reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
+    except UserError:
+        return False
     # Only layers of a kind use its widths and choices.
     unused: dict[str, Any] = {}
     if len(model.moe_layers) == model.num_layers:
         unused = {"ffn_hidden_size": model.ffn_hidden_size}
     elif not model.moe_layers:
         unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
-    read = vars(reread) | unused
-    return {name: value for name, value in vars(model.canonical()).items() if value != read[name]}
+    return replace(reread, **unused) == model.canonical()
 
 
 def hf_config(
@@ -401,9 +338,11 @@ def hf_config(
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
-    absent = {key for key in UNUSUAL_KEYS if values[key] == getattr(ModelConfig, FIELDS[key])}
+    absent = {key for key in UNUSUAL_KEYS if getattr(model, FIELDS[key]) == getattr(ModelConfig, FIELDS[key])}
     if not model.kv_lora_rank:
         absent.update(LATENT)
+    # transformers needs a size even if no layer has a window.
+    values["sliding_window"] = model.window_size or row.sliding_window
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
@@ -420,7 +359,7 @@ def hf_config(
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
         "pad_token_id": pad_token_id,
-        **_rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
+        **rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
         **row.same,
         **{key: values[key] for key in row.experts if model.moe_layers and key not in absent},
         **row.constants,
@@ -448,26 +387,8 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
         "expert_layers": experts,
         "mlp_only_layers": sorted({*range(layers)} - {*experts}),
         "ladder_layers": list(model.ladder_layers),
-    }
-
-
-def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
-    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others.
-
-    `with_part` adds the rotated part of each head, which is all of it in most types.
-    """
-    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-    scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in ROPE_FIELDS[kind].items()}
-    # Where it follows from both scales, vLLM's DeepSeek would ignore these for a factor of 1.
-    if scaling.get("truncate"):
-        # The default of transformers.
-        del scaling["truncate"]
-    if kind == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
-        scaling["attention_factor"] = attention_factor(model)
-    part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
-    return {
-        "rope_parameters": {**scaling, **part, "rope_theta": model.rotary_base},
-        **part,
-        "rope_theta": model.rotary_base,
-        "rope_scaling": None if kind == "default" else scaling,
+        "window_layers": list(model.window_layers),
+        "layer_types": [
+            "sliding_attention" if layer in model.window_layers else "full_attention" for layer in range(layers)
+        ],
     }

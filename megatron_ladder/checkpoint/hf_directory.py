@@ -23,6 +23,7 @@ from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.stored_weights import (
+    ALTERNATING_PLACES,
     STACK_PLACES,
     PlainWeight,
     ReadableWeight,
@@ -69,6 +70,13 @@ def hf_name(name: str, expert: int | None = None, type_names: Sequence[tuple[str
     for ours, theirs in (*_PARTS, *type_names):
         name = name.replace(ours, theirs)
     return name if expert is None else name.replace(".experts.", f".experts.{expert}.")
+
+
+def find_stack(name: str, model_type: str) -> tuple[str, StackPlace]:
+    """Return the name of the stack that can hold the matrices or biases of experts in a type, and their place in it."""
+    prefix, _, kind = hf_name(name).rpartition(".experts.")
+    place = (ALTERNATING_PLACES if TYPES[model_type].alternating_experts else STACK_PLACES)[kind]
+    return f"{prefix}.experts.{place.stack}", place
 
 
 @dataclass(frozen=True)
@@ -218,7 +226,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     errors: list[str] = []
     dropped = _drop_predicting_layers(config, model, stored)
     found = _stored_weights(path, config, stored)
-    tensors, weights = _expected_tensors(path, model, _type_names(model_type, found), found, errors)
+    tensors, weights = _expected_tensors(path, model, model_type, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
@@ -301,15 +309,13 @@ def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Ten
 
 
 def _stored_as(
-    spec: TensorSpec, type_names: Sequence[tuple[str, str]], found: Container[str]
+    spec: TensorSpec, model_type: str, type_names: Sequence[tuple[str, str]], found: Container[str]
 ) -> tuple[list[str], tuple[int, ...], StackPlace | None]:
     """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack."""
     if spec.expert_dim is None:
         return [hf_name(spec.name, type_names=type_names)], spec.shape, None
-    prefix, _, matrix = hf_name(spec.name).rpartition(".experts.")
-    place = STACK_PLACES[matrix]
-    stack = f"{prefix}.experts.{place.stack}"
-    if stack in found:
+    stack, place = find_stack(spec.name, model_type)
+    if place.alternating or stack in found:
         return [stack], place.stack_shape(spec.shape), place
     return [hf_name(spec.name, expert, type_names) for expert in range(spec.shape[0])], spec.shape[1:], None
 
@@ -324,14 +330,15 @@ def _type_names(model_type: str, found: Collection[str]) -> Sequence[tuple[str, 
 def _expected_tensors(
     path: Path,
     model: ModelConfig,
-    type_names: Sequence[tuple[str, str]],
+    model_type: str,
     found: Mapping[str, StoredWeight],
     errors: list[str],
 ) -> tuple[dict[str, HFWeight], dict[str, StoredWeight]]:
     """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one."""
     tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
+    type_names = _type_names(model_type, found)
     for spec in model_tensors(model):
-        names, shape, place = _stored_as(spec, type_names, found)
+        names, shape, place = _stored_as(spec, model_type, type_names, found)
         parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""

@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 
 from megatron_ladder.blueprint.model import ModelConfig
 
+KeyErrors = list[tuple[str, object, str]]
+"""Key, what was found (None for a key that is missing or null), and what was expected."""
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -54,13 +56,17 @@ class HFKeys(Struct):
     moe_bias: Annotated[bool | None, "add_moe_bias"] = None
     quick_geglu: bool | None = None
     swiglu_limit: Annotated[float | None, "activation_func_clamp_value"] = None
+    swiglu_alpha: float | None = None
     glu_linear_offset: float | None = None
     qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
     sliding_window: _Size | None = None
     use_sliding_window: bool | None = None
     max_window_layers: _Count | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    softmax_type: Literal["vanilla", "learnable"] | None = None
+    window_size: _Count | None = None
+    window_layers: list[_Count] | None = None
     partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: HFRope | None = None
@@ -69,6 +75,7 @@ class HFKeys(Struct):
     num_experts: _Count | None = None
     num_local_experts: Annotated[_Size | None, "num_experts"] = None
     n_routed_experts: Annotated[_Size | None, "num_experts"] = None
+    experts_per_token: _Size | None = None
     num_experts_per_tok: Annotated[_Size | None, "moe_router_topk"] = None
     expert_hidden_dim: Annotated[_Size | None, "moe_ffn_hidden_size"] = None
     moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
@@ -149,5 +156,6 @@ ROPE_FIELDS = {
 }
 """`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
 OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-UNUSUAL_KEYS = ("moe_bias", "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset")
+UNUSUAL_KEYS: tuple[str, ...] = ("moe_bias", "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset")
+UNUSUAL_KEYS += ("softmax_type", "window_size", "window_layers")
 """Keys that are written only for values that are not the defaults of their fields."""

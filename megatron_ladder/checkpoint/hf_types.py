@@ -61,7 +61,6 @@ UNREADABLE: dict[str, tuple[str, ...]] = {
     "gpt2": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
     "gpt_bigcode": (_LAYER_NORM, _POSITIONS, _PLAIN_MLP),
     "gpt_neox": (_LAYER_NORM, _PLAIN_MLP),
-    "gpt_oss": (_SINKS, _WINDOWS),
     "gptj": (_LAYER_NORM, _PLAIN_MLP),
     "granite": (_MULTIPLIERS,),
     "granitemoe": (_MULTIPLIERS,),
@@ -121,6 +120,7 @@ GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
 _NO_WINDOW = {"sliding_window": None}
+_WINDOW_KEYS = ("sliding_window", "layer_types")
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
 
 
@@ -152,6 +152,8 @@ class _Type:
     """The default of the key."""
     rope_theta: float = 1e4
     """The default of the key."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """The rotary embedding of files without `rope_parameters` and `rope_scaling`, if it is not the usual one."""
     partial_rotary_factor: float | None = None
     """The default of the key; None for a type that rotates whole heads."""
     quant_method: str = "fp8"
@@ -170,6 +172,9 @@ class _Type:
     needs_source: bool = False
     """Whether only a model that was imported from this type is written as it, because more programs read another type
     that expresses the same models."""
+    alternating_experts: bool = False
+    """Whether files have stacks of all experts of a layer, with transposed matrices in which gates and ups alternate,
+    instead of one tensor for each matrix."""
 
 
 _LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
@@ -309,6 +314,26 @@ TYPES = {
         fixed_with_experts={},
         defaults={"tie_word_embeddings": True},
         needs_source=True,
+    ),
+    "gpt_oss": _Type(
+        architecture="GptOssForCausalLM",
+        required=("num_key_value_heads", "head_dim", "attention_bias", "swiglu_limit"),
+        experts=("num_local_experts", "num_experts_per_tok"),
+        same={"swiglu_alpha": 1.702},
+        keys=("attention_bias", "swiglu_limit", *_WINDOW_KEYS),
+        has_output_bias=True,
+        fixed={"softmax_type": "learnable", "quick_geglu": True, "glu_linear_offset": 1.0},
+        fixed_with_experts={"add_moe_bias": True},
+        sliding_window=128,
+        rope_theta=150_000.0,
+        rope={
+            **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+        quant_method="mxfp4",
+        defaults={"attention_bias": True, "swiglu_limit": 7.0},
+        names=((".mlp.gate.", ".mlp.router."),),
+        alternating_experts=True,
     ),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",

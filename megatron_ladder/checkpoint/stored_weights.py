@@ -98,6 +98,11 @@ class StackPlace:
         count = stack_shape[1] // self.kinds
         return range(self.index * count, (self.index + 1) * count)
 
+    def view(self, stack: Tensor) -> Tensor:
+        """Return the part of a stack whose kinds alternate, as a view [E, rows, columns] or [E, rows]."""
+        part = stack[..., self.index :: self.kinds]
+        return part.mT if part.dim() == 3 else part
+
 
 STACK_PLACES = {
     "gate_proj.weight": StackPlace("gate_up_proj", 0, 2),
@@ -108,6 +113,15 @@ STACK_PLACES = {
     "down_proj.bias": StackPlace("down_bias", 0, 1),
 }
 """Matrices and biases of experts -> their places in the stacks that transformers writes on request."""
+ALTERNATING_PLACES = {
+    "gate_proj.weight": StackPlace("gate_up_proj", 0, 2, alternating=True),
+    "up_proj.weight": StackPlace("gate_up_proj", 1, 2, alternating=True),
+    "down_proj.weight": StackPlace("down_proj", 0, 1, alternating=True),
+    "gate_proj.bias": StackPlace("gate_up_proj_bias", 0, 2, alternating=True),
+    "up_proj.bias": StackPlace("gate_up_proj_bias", 1, 2, alternating=True),
+    "down_proj.bias": StackPlace("down_proj_bias", 0, 1, alternating=True),
+}
+"""Their places in the stacks of gpt-oss."""
 
 
 @dataclass(frozen=True)

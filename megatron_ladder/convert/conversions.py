@@ -30,6 +30,7 @@ from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
 from megatron_ladder.checkpoint.hf_types import TYPES, plain_architecture
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
+from megatron_ladder.checkpoint.stored_weights import ALTERNATING_PLACES
 from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import small_files
@@ -42,7 +43,7 @@ from megatron_ladder.convert.options import (
     ReshapeOptions,
     shard_bytes,
 )
-from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save
+from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save, size_text
 from megatron_ladder.convert.training_checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,
@@ -50,7 +51,7 @@ from megatron_ladder.convert.training_checkpoint import (
     open_training_checkpoint,
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, size_text
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.model.language_model import LanguageModel
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -359,10 +360,28 @@ def _exported(
     if spec.expert_dim is None:
         yield replace(cast, key=hf_directory.hf_name(tensor.name, type_names=names))
         return
+    stack, place = hf_directory.find_stack(tensor.name, model_type)
+    if place.alternating:
+        if place.index == 0:
+            read = partial(_alternating, source, tensor)
+            yield replace(cast, key=stack, shape=place.stack_shape(tensor.shape), read=read)
+        return
     for expert in range(tensor.shape[0]):
         key = hf_directory.hf_name(tensor.name, expert, names)
         read = partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
+
+
+def _alternating(source: TrainingCheckpoint, first: CopiedTensor) -> Tensor:
+    """Return the stack whose first kind is a tensor; the others are read one expert at a time, too."""
+    layer, _, kind = first.name.partition(".experts.")
+    place = ALTERNATING_PLACES[kind]
+    stack = torch.empty(place.stack_shape(first.shape), dtype=getattr(torch, first.dtype))
+    for other, of_other in ALTERNATING_PLACES.items():
+        if of_other.stack == place.stack:
+            for expert, part in enumerate(of_other.view(stack)):
+                part.copy_(source.read(f"{layer}.experts.{other}", "weight", expert))
+    return stack
 
 
 def _compare_logits(

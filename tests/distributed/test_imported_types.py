@@ -17,10 +17,11 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.hugging_face import hf_name
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces, gradient_pieces, mesh_of, run_chain
-from tests.unit.convert import test_latent_types, test_routed_types
+from tests.unit.convert import test_gpt_oss, test_latent_types, test_routed_types
 from tests.unit.convert.saved_models import save_model
 
-CASES = test_latent_types.CASES | test_routed_types.CASES
+GPT_OSS = {name: ("gpt_oss", test_gpt_oss.CASES[name]) for name in ("alternating windows", "tied")}
+CASES = test_latent_types.CASES | test_routed_types.CASES | GPT_OSS
 TOLERANCE = 1e-5
 FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
 """For models of three heads on two and four ranks."""
@@ -53,14 +54,24 @@ def on_ranks(hf: str, layout: Layout, tokens: Tensor, labels: Tensor) -> tuple[T
 
 
 def gradient(module: Any, name: str) -> Tensor:
-    """Return the gradient of a canonical weight in a model of transformers, which stacks gates on ups of experts."""
+    """Return the gradient of a canonical weight in a model of transformers, which stacks gates on ups of experts.
+
+    In gpt-oss, stacks are transposed, and gates and ups alternate.
+    """
+    is_gpt_oss = module.config.model_type == "gpt_oss"
     stack, _, part = hf_name(name).partition(".mlp.experts.")
     if not part:
-        return module.get_parameter(hf_name(name)).grad
-    if part == "down_proj.weight":
-        return module.get_parameter(f"{stack}.mlp.experts.down_proj").grad
-    gates, ups = module.get_parameter(f"{stack}.mlp.experts.gate_up_proj").grad.chunk(2, dim=1)
-    return gates if part == "gate_proj.weight" else ups
+        return module.get_parameter(stack.replace(".mlp.gate.", ".mlp.router.") if is_gpt_oss else stack).grad
+    kind, _, suffix = part.partition("_proj.")
+    bias = "_bias" if suffix == "bias" else ""
+    of_stack = module.get_parameter(f"{stack}.mlp.experts.{'down' if kind == 'down' else 'gate_up'}_proj{bias}").grad
+    if kind == "down":
+        of_kind = of_stack
+    elif is_gpt_oss:
+        of_kind = of_stack[..., 1::2] if kind == "up" else of_stack[..., 0::2]
+    else:
+        of_kind = of_stack.chunk(2, dim=1)[kind == "up"]
+    return of_kind.mT if is_gpt_oss and not bias else of_kind
 
 
 def cases() -> list[Any]:
@@ -70,7 +81,7 @@ def cases() -> list[Any]:
         has_three = changes.get("num_attention_heads") == 3
         layouts = [Layout(ranks) for ranks in ((1, 2, 3, 4) if has_three else (1, 2, 4))]
         quick = 2 if has_three else 1 + index % 2
-        if kind in ("hy_v3", "dots1", "solar_open", "youtu"):
+        if kind in ("hy_v3", "dots1", "solar_open", "youtu", "gpt_oss"):
             layouts.append(Layout(layouts[quick].ranks, is_sharded=True))
             # Stages would share a tied matrix.
             if not changes.get("tie_word_embeddings"):
@@ -91,9 +102,10 @@ def test_logits_and_gradients_are_those_of_transformers(
         changes = changes | FOUR_HEADS
     theirs = save_model(tmp_path / "hf", kind, **changes)
     with torch.no_grad():
-        # Scores near zero would leave the gradients of queries to rounding.
+        # Scores near zero would leave the gradients of queries to rounding; so would large biases.
+        factors = {1: 0.5, 2: 1.5} if kind == "gpt_oss" else {2: 3.0}
         for part, weight in theirs.named_parameters():
-            weight *= 3 if ".self_attn." in part and weight.dim() == 2 else 1
+            weight *= factors.get(weight.dim(), 1.0) if ".self_attn." in part else 1.0
     theirs.save_pretrained(tmp_path / "hf")
     # Longer than the original positions of YaRN.
     tokens, labels = torch.randint(0, 301, (2, 2, 48), generator=torch.Generator().manual_seed(3))

@@ -58,8 +58,7 @@ class Attention(Mixer):
     @property
     def name(self) -> str:
         """See `Mixer.name`."""
-        seen = f" to {self.window} positions" if self.window else ""
-        return f"attention{seen}{' with sinks' if self.config.softmax_type == 'learnable' else ''}"
+        return f"attention to {self.window} positions" if self.window else "attention"
 
     @property
     def rotary_dim(self) -> int:

@@ -13,6 +13,7 @@ from transformers import (
     Dots1ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    GptOssForCausalLM,
     HYV3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -87,6 +88,15 @@ YARN = {
     "beta_fast": 4.0,
 }
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+GPT_OSS = {
+    "head_dim": 12,
+    "intermediate_size": 20,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "swiglu_limit": 1.25,
+    "rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0},
+}
 INSTELLA = {"farskip": True, "gated_attention": True, "qk_layernorm": True, "rope_parameters": YARN | MSCALES}
 MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),
@@ -103,6 +113,7 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3ForCausalLM, LATENT),
     "glm4_moe_lite": (Glm4MoeLiteForCausalLM, LATENT | {"q_lora_rank": 22}),
     "youtu": (YoutuForCausalLM, DENSE_LATENT | {"bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_oss": (GptOssForCausalLM, GPT_OSS),
     "instella_moe": (InstellaMoEForCausalLM, LATENT | INSTELLA),
 }
 """Rows of experts are no multiple of 16 bytes."""

@@ -40,6 +40,23 @@ _SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_
 _GLM: dict[str, Any] = {"head_dim": 128, "add_qkv_bias": True, "rotary_percent": 0.5, **_SIGMOID}
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    return _shape(
+        f"{layers}x2880x2880x64x8x201088",
+        head_dim=64,
+        add_qkv_bias=True,
+        add_attention_output_bias=True,
+        add_moe_bias=True,
+        quick_geglu=True,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        softmax_type="learnable",
+        window_size=128,
+        window_layers=tuple(range(0, layers, 2)),
+        **_experts(experts, 4, 2880, range(layers)),
+    )
+
+
 def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) -> dict[str, Any]:
     return {
         "kv_lora_rank": 512,
@@ -118,6 +135,8 @@ SIZES: dict[str, ModelConfig] = {
         **_SIGMOID,
         **_experts(192, 8, 1536, range(1, 80), 1536),
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "bloom-176b": _shape("70x14336x50176x112x112x250880"),
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
@@ -130,7 +149,8 @@ authors trained, so that 8 ranks divide them; parameters and matrices have the s
 bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' source. llama-*: Llama 3, except 34b, which
 is CodeLlama, and those with a 2. instella-moe, deepseek-*, glm-*: `config.json` of amd/Instella-MoE-16B-A3B-Think,
 deepseek-ai/DeepSeek-V2-Lite, deepseek-ai/DeepSeek-V3, zai-org/GLM-4.5-Air, GLM-4.6 and GLM-4.7-Flash, without the layer
-that predicts a further token. hy3: that of tencent/Hy3, without such a layer."""
+that predicts a further token. hy3: that of tencent/Hy3, without such a layer. gpt-oss-*: those of openai/gpt-oss-20b
+and openai/gpt-oss-120b, without YaRN."""
 
 
 def find_size(text: str) -> ModelConfig:
