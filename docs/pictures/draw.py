@@ -41,15 +41,15 @@ FILLS = {
     "wait": "url(#waiting)",
 }
 LABELS = {
-    SubBlockKind.ATTENTION: "A",
+    SubBlockKind.MIXER: "A",
     SubBlockKind.MLP: "M",
-    SubBlockKind.ATTENTION_MLP: "A+M",
+    SubBlockKind.MIXER_MLP: "A+M",
     SubBlockKind.EXPERTS: "S+R",
     SubBlockKind.SHARED_EXPERT: "S",
     SubBlockKind.ROUTED_EXPERTS: "R",
 }
 WIDTHS = {
-    SubBlockKind.ATTENTION_MLP: 2.0,
+    SubBlockKind.MIXER_MLP: 2.0,
     SubBlockKind.EXPERTS: 1.5,
     SubBlockKind.SHARED_EXPERT: 0.5,
 }
