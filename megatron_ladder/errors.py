@@ -227,6 +227,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes in decimal units."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
 def expected_one_of(word: str, names: Iterable[str], likely: Iterable[str] = ()) -> str:
     """Return `expected one of` the names, after the one that a word probably means, among `likely` ones if there are.
 

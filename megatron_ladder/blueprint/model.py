@@ -17,7 +17,7 @@ from megatron_ladder.blueprint.model_flags import (
     parse_layers,
     parse_window,
 )
-from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock, Wiring
+from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock, Wiring, layers_text
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.flags import (
     check_values,
@@ -252,6 +252,20 @@ def mixer_states(config: ModelConfig, tensor_parallel: int) -> list[Sequence[Sta
         if kind.has_mixer
         for _ in range(lanes)
     ]
+
+
+def state_bytes(config: ModelConfig, tensor_parallel: int, positions: float, element_size: int) -> int:
+    """Return the bytes that a tensor-parallel rank keeps in generation, for a sequence of up to so many positions."""
+    of_mixers = mixer_states(config, tensor_parallel)
+    return int(sum(spec.bytes(positions, element_size) for specs in of_mixers for spec in specs))
+
+
+def mixers_text(config: ModelConfig) -> str:
+    """Describe the token mixers: `attention in all layers`, or those of some layers, separated by semicolons."""
+    layers_of: dict[str, list[int]] = {}
+    for layer in range(config.num_layers):
+        layers_of.setdefault(config.mixer_of(layer).name, []).append(layer)
+    return "; ".join(f"{name} in {layers_text(layers, config.num_layers)}" for name, layers in layers_of.items())
 
 
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:

@@ -9,8 +9,8 @@ fields to the keys. What a type cannot express is not written, so the model that
 two to find the type of a model.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ from megatron_ladder.checkpoint.hf_types import (
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
-from megatron_ladder.errors import UserError, Vocabulary, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, Vocabulary, raise_user_errors
 from megatron_ladder.typed import typed
 
 _TRANSFORMERS = "5.23.0"
@@ -287,7 +287,8 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
-        UserError: lanes, or ranks of desync, that read different streams share key and value heads.
+        UserError: no type expresses the model, or lanes, or ranks of desync, that read different streams share key and
+            value heads.
     """
     lanes = model.lanes or model.desync_tp
     if lanes and model.num_key_value_heads % lanes:
@@ -297,9 +298,6 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
             "different keys and values from it, for which the cache of transformers has no space: generate from the "
             "checkpoint instead"
         )
-    if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
-        # vLLM's DeepSeek rounds the indices of YaRN.
-        return OWN_TYPE
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
@@ -308,22 +306,40 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     written = [name for name, row in TYPES.items() if row.architecture and not row.needs_source]
     if imported_type in TYPES and TYPES[imported_type].needs_source:
         written.insert(0, imported_type)
-    return next((name for name in written if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
+    if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
+        # vLLM's DeepSeek rounds the indices of YaRN.
+        written = [OWN_TYPE]
+    for name in written:
+        if possible.get(name, True) and _expresses(name, model):
+            return name
+    lost = _lost_fields(OWN_TYPE, model)
+    names = " and ".join(f"{{{name}}}" for name in lost)
+    raise UserError(
+        Problem(lost, f"no type of Hugging Face models has {names}", "generate from the checkpoint instead")
+    )
 
 
 def _expresses(model_type: str, model: ModelConfig) -> bool:
     """Return whether a model that is written as this type is read as the same model."""
-    try:
-        reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
-    except UserError:
-        return False
+    with contextlib.suppress(UserError):
+        return not _lost_fields(model_type, model)
+    return False
+
+
+def _lost_fields(model_type: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields, with their values, that differ in the model that is read from this type of the model.
+
+    Raises UserError if it cannot be read.
+    """
+    reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
     # Only layers of a kind use its widths and choices.
     unused: dict[str, Any] = {}
     if len(model.moe_layers) == model.num_layers:
         unused = {"ffn_hidden_size": model.ffn_hidden_size}
     elif not model.moe_layers:
         unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
-    return replace(reread, **unused) == model.canonical()
+    read = vars(reread) | unused
+    return {name: value for name, value in vars(model.canonical()).items() if value != read[name]}
 
 
 def hf_config(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.command_line import parse_config
-from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.errors import UserError, run_program, size_text
 from megatron_ladder.files import output_problem, write_atomically
 from megatron_ladder.flags import flag
 
@@ -39,7 +39,6 @@ parse_options = functools.partial(parse_config, TrainTokenizerConfig, program="t
 def main(argv: Sequence[str]) -> None:
     """Read the command line and train."""
     config = parse_options(argv)
-    from megatron_ladder.convert.outputs import size_text
     from megatron_ladder.data.reading.find import find_sources
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TRAINERS, TextSample

@@ -43,7 +43,7 @@ from megatron_ladder.convert.options import (
     ReshapeOptions,
     shard_bytes,
 )
-from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save, size_text
+from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save
 from megatron_ladder.convert.training_checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,
@@ -51,7 +51,7 @@ from megatron_ladder.convert.training_checkpoint import (
     open_training_checkpoint,
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, size_text
 from megatron_ladder.model.language_model import LanguageModel
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

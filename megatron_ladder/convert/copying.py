@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.tensor_file import all_finite, equal_bits
 from megatron_ladder.convert.options import ConversionOptions
-from megatron_ladder.convert.outputs import check_space, size_text
-from megatron_ladder.errors import Problem, UserError, counted, describe_full_disk
+from megatron_ladder.convert.outputs import check_space
+from megatron_ladder.errors import Problem, UserError, counted, describe_full_disk, size_text
 from megatron_ladder.files import TEMPORARY_SUFFIX, atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 

@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig, mixers_text, state_bytes
 from megatron_ladder.checkpoint.format import CARRIED, HF_CONFIG, is_hf_directory
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoints, read_latest
-from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
-from megatron_ladder.errors import UserError, counted
+from megatron_ladder.errors import UserError, counted, size_text
 from megatron_ladder.files import check_directory
 from megatron_ladder.tokenizers.copies import find_tokenizer
+
+_BF16_BYTES = 2
 
 
 def inspect_directory(path: Path) -> Iterator[str]:
@@ -77,6 +78,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
         f"{model.num_attention_heads} over {model.num_key_value_heads} key-value of width {model.head_dim}, vocabulary "
         f"{model.vocab_size}{', tied head' if model.tie_embeddings else ''}, positions {model.max_position_embeddings}"
     )
+    positions = model.max_position_embeddings
+    kept = size_text(state_bytes(model, model.desync_tp or 1, positions, _BF16_BYTES))
+    yield f"token mixers: {mixers_text(model)}; generation keeps {kept} in bf16 for {positions} positions"
     if model.moe_layers:
         width = model.moe_shared_expert_intermediate_size
         shared = f", with a shared expert of width {width}" if width else ""

@@ -20,7 +20,7 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     remove_old_checkpoints,
 )
-from megatron_ladder.errors import Problem, UserError
+from megatron_ladder.errors import Problem, UserError, size_text
 from megatron_ladder.files import sync_directory
 
 
@@ -87,11 +87,3 @@ def publish_save(work: Path, save: Path, iteration: int, overwrite: bool) -> Pat
     if overwrite:
         remove_old_checkpoints(save, Retention(keep_last=1))
     return published
-
-
-def size_text(count: int) -> str:
-    """Return a number of bytes in decimal units."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

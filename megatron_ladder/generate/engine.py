@@ -34,11 +34,11 @@ class GenerationEngine:
         mesh: ProcessMesh,
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
-        prompt_chunk: int | None = None,
+        prefill_chunk_size: int | None = None,
     ) -> None:
         """`tokenizer` decodes ids, if text is needed; the others are those of `SlotBatch`."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
-        self.prompt_chunk = prompt_chunk
+        self.prefill_chunk_size = prefill_chunk_size
         self._captured: SlotBatch | None = None
 
     def close(self) -> None:
@@ -60,7 +60,9 @@ class GenerationEngine:
         return self._captured
 
     def _new_batch(self, slots: int, positions: int) -> SlotBatch:
-        return SlotBatch(self.model, self.group, self.tokenizer, self.new_graph, slots, positions, self.prompt_chunk)
+        return SlotBatch(
+            self.model, self.group, self.tokenizer, self.new_graph, slots, positions, self.prefill_chunk_size
+        )
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None

@@ -36,6 +36,9 @@ class ModelOptions:
     """Compile norms, SwiGLU and rotary embedding with torch.compile. Needs a C++ compiler at run time."""
     cuda_graph: bool = True
     """Replay captured decode steps on GPUs. Without them, the host launches every kernel."""
+    prefill_chunk_size: int | None = flag(None, minimum=1)
+    """Positions of every prompt that one pass processes; by default all of them at once. Activations of long prompts
+    need less memory in parts. --score has no parts."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""

@@ -30,7 +30,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.data.chat_records import Message
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, counted, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, counted, raise_user_errors, size_text
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
@@ -147,7 +147,7 @@ def load_engine(
     new_graph = None
     if options.cuda_graph and device.type == "cuda" and not waits_for_choices(model):
         new_graph = partial(CudaStepGraph, Watch(peers) if rank_info.launched else None)
-    return GenerationEngine(model, mesh, stored.tokenizer, new_graph)
+    return GenerationEngine(model, mesh, stored.tokenizer, new_graph, options.prefill_chunk_size)
 
 
 def _read_checked_prompts(
@@ -333,6 +333,7 @@ def _generation_line(prompt: Prompt, generation: Generation) -> str:
         "prompt_tokens": len(generation.prompt_ids),
         "generated_tokens": len(generation.ids),
         **generation.timings._asdict(),
+        "state_bytes": generation.state_bytes,
     }
     requested = {} if generation.logprobs is None else {"logprobs": generation.logprobs}
     return json.dumps(values | requested) + "\n"
@@ -346,7 +347,8 @@ def _summary(generations: Sequence[Generation]) -> str:
     return (
         f"{counted(len(generations), 'prompt')}: {prompt_tokens} tokens in, {new_tokens} out; "
         f"first token after {timings.time_to_first_token * 1000:.0f} ms; "
-        f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}"
+        f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}; "
+        f"states of a sequence: {size_text(generations[0].state_bytes)}"
     )
 
 

@@ -57,4 +57,7 @@ class Generation:
     """Text without the end-of-text token, and cut before a stop string; None without a tokenizer."""
     finish_reason: FinishReason
     timings: Timings
+    state_bytes: int
+    """What each rank keeps of a sequence as long as the longest of the batch, with its new tokens: the states of token
+    mixers, such as keys and values."""
     logprobs: tuple[float, ...] | None = None

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.model import state_bytes
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
@@ -169,11 +170,12 @@ class _ActiveSample:
             shown += self.stop_finder.finish()
         return shown
 
-    def result(self, timings: Timings) -> Generation:
+    def result(self, timings: Timings, state_bytes: int) -> Generation:
         assert self.finish_reason is not None
         text = None if self.decoder is None else "".join(self.pieces)
         logprobs = tuple(self.logprobs) if self.request.sampling.logprobs else None
-        return Generation(self.request.prompt_ids, tuple(self.ids), text, self.finish_reason, timings, logprobs)
+        ids = tuple(self.ids)
+        return Generation(self.request.prompt_ids, ids, text, self.finish_reason, timings, state_bytes, logprobs)
 
 
 class SlotBatch:
@@ -187,11 +189,11 @@ class SlotBatch:
         new_graph: Callable[[], StepGraph] | None,
         slots: int,
         positions: int,
-        prompt_chunk: int | None = None,
+        prefill_chunk_size: int | None = None,
     ) -> None:
         """`positions` limits prompt and continuation together, per slot.
 
-        Prompts are processed `prompt_chunk` positions at a time, by default all at once. `new_graph`, if given,
+        Prompts are processed `prefill_chunk_size` positions at a time, by default all at once. `new_graph`, if given,
         captures decode steps; the batch must then be closed.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
@@ -200,12 +202,13 @@ class SlotBatch:
         if columns.counts_filled_columns(dtype, config.head_dim, self._device):
             positions = math.ceil(positions / columns.PAGE) * columns.PAGE
         self._positions = positions
-        self._prompt_chunk = prompt_chunk or positions
+        self._prefill_chunk_size = prefill_chunk_size or positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
         cache_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
         self._states = States.allocate(config, group.size, slots, positions, cache_dtype, self._device)
+        self._state_bytes = state_bytes(config, group.size, positions, cache_dtype.itemsize)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
         self._captured: tuple[StepGraph, Tensor] | None = None
@@ -249,7 +252,7 @@ class SlotBatch:
 
     def results(self, timings: Timings) -> list[Generation]:
         """Return the results of all samples, which must be finished."""
-        return [sample.result(timings) for sample in self._samples]
+        return [sample.result(timings, self._state_bytes) for sample in self._samples]
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[GenerationRequest]) -> list[NewToken]:
@@ -277,8 +280,8 @@ class SlotBatch:
         """Process prompts [b, s] of `lengths` [b]; return the hidden state of each one's last token, [b, h]."""
         all_rows = torch.arange(len(tokens), device=self._device)
         newest: Tensor | None = None
-        for before in range(0, tokens.shape[1], self._prompt_chunk):
-            part = tokens[:, before : before + self._prompt_chunk]
+        for before in range(0, tokens.shape[1], self._prefill_chunk_size):
+            part = tokens[:, before : before + self._prefill_chunk_size]
             positions = torch.arange(before, before + part.shape[1], device=self._device).unsqueeze(1)
             states = self._states._replace(before=before, lengths=lengths)
             hidden_states = self._hidden_states(part, positions, states)

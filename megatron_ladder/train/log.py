@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ladder import __version__
 from megatron_ladder.blueprint import tensors
 from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig, mixers_text
 from megatron_ladder.blueprint.specs import padded_vocab_size
 from megatron_ladder.blueprint.wiring import layers_text, plan_reads
 from megatron_ladder.comm.agreement import Peers
@@ -28,7 +28,6 @@ from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import BadNumbersError, LostPeerError, Problem, counted, exit_code_of, without_passwords
-from megatron_ladder.model.operations import select_operations
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
@@ -43,12 +42,14 @@ def banner(trainer: Trainer, sources: Sources) -> str:
     vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
     used = f", of which a token uses {tensors.active_parameters(model):,}" if model.moe_layers else ""
     distillation = trainer.model.distillation
+    mixers = mixers_text(model)
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}",
         **({"threads": f"{torch.get_num_threads()} (OMP_NUM_THREADS)"} if trainer.device.type == "cpu" else {}),
         **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
         "model": " ".join(model.to_words()),
         "wiring": _wiring(model),
+        **({"mixers": mixers} if ";" in mixers else {}),
         "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
         **({} if distillation is None else {"teacher": " ".join(distillation.teacher.config.to_words())}),
         "parameters": f"{tensors.parameter_count(model).total:,}{used}; the vocabulary is padded to {vocab_size:,}",
@@ -59,7 +60,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         f"{counted(training.train_iters, 'step')}",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
-        "norm": select_operations(training.norm_implementation, training.compile_sub_blocks, trainer.device)[1],
+        "norm": trainer.norm_description,
         "optimizer": trainer.optimizer_description,
     }
     width = max(map(len, rows))

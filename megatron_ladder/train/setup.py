@@ -45,6 +45,8 @@ class Trainer:
     engine: Engine
     optimizer_description: str = ""
     """Which implementation updates the weights."""
+    norm_description: str = ""
+    """Which implementation computes norms."""
     peers: Peers = field(default_factory=Peers)
     eod_id: int | None = None
     guard: Guard = field(default_factory=Guard)
@@ -72,8 +74,10 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
         # NVLink switches add in any order. NCCL reads this with its first group; torch would leave out only NVLS.
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
         torch.use_deterministic_algorithms(True)
-    timeout_minutes = run.parallel.distributed_timeout_minutes
-    device = start_process_group(rank_info, timeout_minutes, _shared_settings(inputs, rank_info), peers)
+    device = rank_info.device()
+    operations, norm = select_operations(run.training.norm_implementation, run.training.compile_sub_blocks, device)
+    settings = _shared_settings(inputs, device, norm)
+    device = start_process_group(rank_info, run.parallel.distributed_timeout_minutes, settings, peers)
     if run.needs_deepspeed:
         start_deepspeed(rank_info, device)
     _warn_about_one_queue(run.parallel, rank_info, device)
@@ -82,11 +86,11 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
         _check_shared(run.checkpoint.save, mesh.world)
     teacher = inputs.teacher
     distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
-    model = build_rank_model(run, mesh, device, span, distillation=distillation)
-    engine, optimizer_description = build_engine(run, model, mesh, device)
+    model = build_rank_model(run, mesh, device, span, operations, distillation)
+    engine, optimizer = build_engine(run, model, mesh, device)
     peers.pipeline = mesh.pipeline
     guard = Guard(run.reliability)
-    return Trainer(run, mesh, device, model, engine, optimizer_description, peers, inputs.eod_id, guard)
+    return Trainer(run, mesh, device, model, engine, optimizer, norm, peers, inputs.eod_id, guard)
 
 
 def _warn_about_one_queue(parallel: ParallelConfig, rank_info: RankInfo, device: torch.device) -> None:
@@ -122,7 +126,7 @@ def _check_shared(save: Path, world: CommGroup) -> None:
         raise UserError(Problem({"save": save}, reason, fix, hosts=", ".join(apart)))
 
 
-def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
+def _shared_settings(inputs: RunInputs, device: torch.device, norm: str) -> dict[str, Any]:
     """Return all settings that must be equal on every process, JSON-able, by the templates of their names."""
     run = inputs.run
     settings = {f"{{{name}}}": value for name, value in inputs.values.items()}
@@ -139,8 +143,6 @@ def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
         settings |= {f"teacher: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
     if run.needs_deepspeed:
         settings["version of deepspeed"] = version("deepspeed")
-    training, device = run.training, rank_info.device()
-    _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
         # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.
         "implementation of the norm": norm.partition(" (")[0],

@@ -138,6 +138,8 @@ def test_two_ranks_continue_standard_input(model: Path, capsys: pytest.CaptureFi
     for one, other in zip(printed, expected, strict=True):
         for key in ("prompt", "prompt_ids", "ids", "text", "finish_reason", "prompt_tokens", "generated_tokens"):
             assert one[key] == other[key]
+        # Each of two ranks has one of two key-value heads.
+        assert 2 * one["state_bytes"] == other["state_bytes"]
         assert one["time_to_first_token"] > 0 and one["decode_tokens_per_second"] > 0
     statistics = done.stderr.splitlines()
     assert len(statistics) == 2, done.stderr

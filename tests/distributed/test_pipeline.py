@@ -148,7 +148,8 @@ def logged(argv: list[str], weights: Weights | None, batch: list[Batch]) -> tupl
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
     wiring = ["--residual-mode", "ladder", "--ladder-layers", "1"]
-    argv = [*RECIPE, *STAGES, *wiring, "--global-batch-size", "8"]
+    windows = ["--window-size", "3", "--window-layers", "[1]"]
+    argv = [*RECIPE, *STAGES, *wiring, *windows, "--global-batch-size", "8"]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
     lines, losses, banners = zip(*results, strict=True)
@@ -156,6 +157,7 @@ def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> N
     assert lines[0].count("\n") == 1 and f"| lm loss {losses[0]:.4f} |" in lines[0]
     # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle. Two chunks halve that.
     assert " ladder in layer 2 (of 3)\n" in banners[0]
+    assert " attention in layers 0,2 (of 3); attention to 3 positions in layer 1 (of 3)\n" in banners[0]
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]
 
 

@@ -58,7 +58,8 @@ class Attention(Mixer):
     @property
     def name(self) -> str:
         """See `Mixer.name`."""
-        return f"attention to {self.window} positions" if self.window else "attention"
+        seen = f" to {self.window} positions" if self.window else ""
+        return f"attention{seen}{' with sinks' if self.config.softmax_type == 'learnable' else ''}"
 
     @property
     def rotary_dim(self) -> int:

@@ -5,6 +5,7 @@ rank's heads, one row-parallel product whose output is a partial sum. Wirings ne
 keeps states of earlier tokens.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class StateSpec:
     """What a rank keeps of one sequence, in generation, for one mixer."""
 
     name: str
-    shape: tuple[int, int]
-    """Heads, and numbers of each head in an entry."""
+    shape: tuple[int, ...]
+    """Heads, and the shape of an entry of each head."""
     kind: StateKind
     window: int = 0
     """The newest positions that have entries."""
@@ -54,8 +55,17 @@ class StateSpec:
 
     def bytes(self, positions: float, element_size: int) -> float:
         """Return the bytes for a sequence of up to so many positions, in a model with elements of this size."""
-        heads, width = self.shape
-        return heads * self.entries(positions) * width * (max(element_size, 4) if self.is_fp32 else element_size)
+        size = max(element_size, 4) if self.is_fp32 else element_size
+        return math.prod(self.shape) * self.entries(positions) * size
+
+    def shape_for(self, positions: int) -> tuple[int, ...]:
+        """Return the shape for a sequence of up to so many positions: [heads, entries, ...], and [heads, ...] with one.
+
+        Only a state that is `FIXED` has no dimension of entries.
+        """
+        heads, *entry = self.shape
+        entries = [] if self.kind is StateKind.FIXED else [int(self.entries(positions))]
+        return heads, *entries, *entry
 
 
 @dataclass(frozen=True)

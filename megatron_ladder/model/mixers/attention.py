@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_ladder.blueprint import mixers
-from megatron_ladder.blueprint.specs import Branch, TensorSpec
+from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.model.documents import attend_to_blocks, document_attention, visible_blocks
 from megatron_ladder.model.mixers import columns
 from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
@@ -21,7 +21,6 @@ from megatron_ladder.model.operations import BuildContext, NormFunction, require
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.model.windows import attend_with_mask
-from megatron_ladder.parallel.layout import ParallelModule
 
 
 class AttentionInputs(NamedTuple):
@@ -35,20 +34,12 @@ class AttentionInputs(NamedTuple):
     """On CUDA with sinks, which blocks of keys the queries of whole sequences see."""
 
 
-class _Sinks(ParallelModule):
-    """The sink of each head of this rank, [heads/t]."""
-
-    weight: nn.Parameter
-
-    def __init__(self, build: BuildContext, tensor: TensorSpec) -> None:
-        super().__init__(build)
-        self.add_parameter("weight", [tensor], build)
-
-
 class AttentionHeads(Heads):
     """See `blueprint/mixers/attention.py`."""
 
     mixer: mixers.attention.Attention
+    sinks: nn.Parameter | None
+    """[heads/t]."""
 
     def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
         super().__init__(build, number, branch, widths)
@@ -66,11 +57,10 @@ class AttentionHeads(Heads):
         self.scale = self.mixer.softmax_scale
         self.dtype = build.dtype
         self.q_norm, self.k_norm = None, None
-        self.sinks = None
-        if "sinks" in branch.inner:
-            if build.device.type == "cuda":
-                require_compiler("softmax_type", build.device)
-            self.sinks = _Sinks(build, branch.inner["sinks"])
+        sinks = [branch.inner["sinks"]] if "sinks" in branch.inner else []
+        if sinks and build.device.type == "cuda":
+            require_compiler("softmax_type", build.device)
+        self.add_parameter("sinks", sinks, build)
         if "q" in branch.inner:
             self.q_norm, self.k_norm = (RMSNorm(build, branch.inner[name], own_input=True) for name in ("q", "k"))
 
@@ -119,8 +109,7 @@ class AttentionHeads(Heads):
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
         """Attend to the keys that each query may see."""
-        kept, window = inputs.columns, self.mixer.window
-        sinks = None if self.sinks is None else self.sinks.weight
+        kept, window, sinks = inputs.columns, self.mixer.window, self.sinks
         if sinks is not None and inputs.blocks is not None:
             return attend_to_blocks(q, k, v, inputs.blocks, self.scale, sinks)
         if kept is None or kept.begins:

@@ -2,20 +2,21 @@
 
     projected, this rank's columns  ->  heads (with the states of earlier tokens)  ->  input of the output projection
 
-Layouts: projections [s, b, sum of widths]; states [slots, heads/t, entries, width].
+Layouts: projections [s, b, sum of widths]; states [slots, heads/t, entries, ...], or [slots, heads/t, ...] if fixed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_ladder.blueprint.mixers.mixer import Mixer
+from megatron_ladder.blueprint.mixers.mixer import Mixer, StateSpec
 from megatron_ladder.blueprint.model import ModelConfig, mixer_states
 from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import SequenceContext
+from megatron_ladder.parallel.layout import ParallelModule
 
 
 class States(NamedTuple):
@@ -41,26 +42,23 @@ class States(NamedTuple):
     ) -> "States":
         """Return empty states of one of `ranks` tensor-parallel ranks."""
 
-        def allocated(of_mixer: Any) -> dict[str, Tensor]:
+        def allocated(specs: Sequence[StateSpec]) -> dict[str, Tensor]:
             tensors = {}
-            for spec in of_mixer:
-                heads, width = spec.shape
+            for spec in specs:
                 kept = torch.promote_types(dtype, torch.float32) if spec.is_fp32 else dtype
                 # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
-                tensors[spec.name] = torch.zeros(
-                    slots, heads, int(spec.entries(positions)), width, dtype=kept, device=device
-                )
+                tensors[spec.name] = torch.zeros(slots, *spec.shape_for(positions), dtype=kept, device=device)
             return tensors
 
-        return States([allocated(of_mixer) for of_mixer in mixer_states(config, ranks)])
+        return States([allocated(specs) for specs in mixer_states(config, ranks)])
 
 
-class Heads(nn.Module):
+class Heads(ParallelModule):
     """Maps the projections of a branch's inputs to what its output projection multiplies, on this rank's heads."""
 
     def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
         """`number` counts the mixers of a rank, and `widths` are those of the branch's inputs on this rank."""
-        super().__init__()
+        super().__init__(build)
         assert branch.mixer is not None
         self.mixer: Mixer = branch.mixer
         self.number = number

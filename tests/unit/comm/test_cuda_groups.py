@@ -54,6 +54,7 @@ def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", Mock())
     monkeypatch.setattr(torch, "use_deterministic_algorithms", Mock())
     monkeypatch.setattr(setup, "_shared_settings", Mock())
+    monkeypatch.setattr(setup, "select_operations", Mock(return_value=(None, "")))
     monkeypatch.setattr(RankInfo, "device", lambda self: GPU)
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=LostPeerError("started")))
 

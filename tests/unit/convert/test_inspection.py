@@ -16,10 +16,13 @@ def test_complete_directories(tmp_path: Path) -> None:
     )
     (tmp_path / "run" / "iter_0000040.tmp-abc").mkdir()
     save_model(tmp_path / "experts", "glm4_moe")
+    windows = {"window_size": 8, "window_layers": (0, 2), "softmax_type": "learnable", "num_key_value_heads": 2}
+    write_cut_checkpoint(tmp_path / "windows", small_config(**windows), {})
     expected = {
         "hf": """: a Hugging Face directory, model_type llamaLadder
             wiring: ladder in layer 1 (of 2)
             2 layers, hidden 8, MLP 12, heads 2 over 1 key-value of width 4, vocabulary 16, positions 32
+            token mixers: attention in all layers; generation keeps 1.02 kB in bf16 for 32 positions
             weights: 21 tensors, bfloat16, 2.51 kB
             without a tokenizer
             other files: none""",
@@ -29,6 +32,9 @@ def test_complete_directories(tmp_path: Path) -> None:
             in all layers
             exp_avg_sq: 30 tensors in 122 boxes, float32
             optimizer: adamw""",
+        # Keys and values of width 2 x 12, of 64 + 2 x 8 positions.
+        "windows": "token mixers: attention to 8 positions with sinks in layers 0,2 (of 3); "
+        "attention with sinks in layer 1 (of 3); generation keeps 7.68 kB in bf16 for 64 positions",
         "ours": "continue with `pretrain_ladder.py --load DIR --finetune`",
         "experts": "experts: 6 of width 10, 2 a token, in 3 layers, with a shared",
     }

@@ -176,6 +176,23 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> 
     assert "differs from model.embed_tokens.weight" in rejection(write_directory(other, tied, save(weights)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        (
+            {"softmax_type": "learnable", "residual_mode": "ladder", "ladder_layers": (1,)},
+            "--softmax-type learnable",
+        ),
+        ({"window_size": 4, "window_layers": (0, 2)}, "--window-size 4 and --window-layers 0 2"),
+    ],
+)
+def test_models_that_no_type_expresses_are_not_exported(tmp_path: Path, changes: dict[str, Any], lost: str) -> None:
+    write_cut_checkpoint(tmp_path / "run", small_config(**changes), {})
+    (error,) = errors_of(convert, "export", "--load", tmp_path / "run", "--hf", tmp_path / "hf")
+    assert error == f"no type of Hugging Face models has {lost}: generate from the checkpoint instead"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("verb", ["reshape", "export"])
 def test_damaged_files_are_reported(tmp_path: Path, verb: str) -> None:
     """An export reads no optimizer state, and a dry run no tensors."""

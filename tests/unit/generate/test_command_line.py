@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.options import PromptOptions
 from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.mixers.mixer import States
 from tests.helpers.runs import errors_of
 from tests.helpers.tokenizer_copies import write_words
 from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
+    MODELS,
     reference_of,
     tiny_config,
     train_tokenizer,
@@ -90,6 +94,55 @@ def test_text_output_repeats_the_prompt(run_folder: Path, capsys: pytest.Capture
         captured = capsys.readouterr()
         assert captured.out == "def add(" + printed["text"] + "\n"
         assert captured.err.splitlines()[-1].startswith("1 prompt: ")
+
+
+def test_prompts_are_processed_in_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, tiny_config(**MODELS["sinks"]))
+    argv = ["--model", str(checkpoint), "--tokens", *"1 2 3 4 5 6 7 8 40 9 2".split(), "--max-new-tokens", "6"]
+    (whole,) = lines_of(argv, capsys)
+    passes: list[int] = []
+    compute = LanguageModel.hidden_states
+
+    def counted(model: LanguageModel, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        passes.append(tokens.shape[1])
+        return compute(model, tokens, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "hidden_states", counted)
+    (in_parts,) = lines_of([*argv, "--prefill-chunk-size", "4"], capsys)
+    assert passes == [4, 4, 3, 1, 1, 1, 1, 1]
+    assert in_parts["ids"] == whole["ids"]
+
+
+def test_the_states_of_windows_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sequence of 32,768 tokens, which ends at its first new one."""
+    allocated: list[int] = []
+    allocate = States.allocate
+
+    def noted(*arguments: Any) -> States:
+        states = allocate(*arguments)
+        allocated.append(sum(state[0].nbytes for of_mixer in states.tensors for state in of_mixer.values()))
+        return states
+
+    monkeypatch.setattr(States, "allocate", noted)
+    config = tiny_config(num_layers=8, vocab_size=257, max_position_embeddings=32768, num_key_value_heads=2)
+    reported = []
+    for changes in ({}, {"window_size": 1024, "window_layers": (0, 1, 2, 4, 5, 6)}):
+        checkpoint = write_checkpoint(tmp_path / f"{len(changes)}", replace(config, **changes))
+        argv = ["--model", str(checkpoint), "--tokenizer-type", "ByteTokenizer", "--tokens", "1", "--temperature", "0"]
+        (first,) = lines_of([*argv, "--max-new-tokens", "1"], capsys)
+        argv += ["--max-new-tokens", "32767", "--stop", first["text"]]
+        reported.append(lines_of(argv, capsys)[0]["state_bytes"])
+        main(argv)
+        summary = capsys.readouterr().err.splitlines()[-1]
+        assert summary.endswith(f"; states of a sequence: {reported[-1] / 1e6:.2f} MB")
+    # Keys and values in fp32.
+    entry = 2 * 2 * config.head_dim * 4
+    assert reported == [8 * 32768 * entry, (2 * 32768 + 6 * 1024) * entry]
+    assert reported[1] < 0.28 * reported[0] and {*allocated} >= {*reported}
 
 
 def test_the_tokenizers_end_of_text_ends_a_continuation(

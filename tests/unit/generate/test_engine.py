@@ -59,7 +59,7 @@ CHUNKED = ("standard", "lanes", "windows", "sinks", "latent-ladder")
 
 
 @pytest.mark.parametrize(
-    ("name", "packed", "dtype", "tolerance", "prompt_chunk"),
+    ("name", "packed", "dtype", "tolerance", "prefill_chunk_size"),
     quick_share(
         [
             *((name, *PLAIN[:3], chunk) for name in CHUNKED for chunk in (1, 2, 5)),
@@ -75,7 +75,7 @@ def test_logits_with_the_cache_equal_recomputation(
     packed: bool,
     dtype: torch.dtype,
     tolerance: float,
-    prompt_chunk: int | None,
+    prefill_chunk_size: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config(**MODELS[name])
@@ -91,7 +91,7 @@ def test_logits_with_the_cache_equal_recomputation(
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
     sampler = force(forced.tolist(), monkeypatch)
 
-    engine = GenerationEngine(model, ProcessMesh.single(), prompt_chunk=prompt_chunk)
+    engine = GenerationEngine(model, ProcessMesh.single(), prefill_chunk_size=prefill_chunk_size)
     generations = engine.generate(requests_of(PROMPTS, GREEDY))
 
     assert [generation.ids for generation in generations] == [tuple(row) for row in forced.t().tolist()]

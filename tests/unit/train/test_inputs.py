@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
@@ -120,7 +121,7 @@ def test_only_a_run_with_deepspeed_compares_its_version(tmp_path: Path, monkeypa
     place, name = RankInfo(0, 2, 0), "version of deepspeed"
     for words, expected in (("", None), ("--zero-stage 2", "that of deepspeed")):
         opened = read_inputs([*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0 {words}".split()], place)
-        assert setup._shared_settings(opened, place).get(name) == expected
+        assert setup._shared_settings(opened, torch.device("cpu"), "torch").get(name) == expected
 
 
 def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ latents. This takes as many products as expanding the latent of one token. Score
 Prefill expands latents.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.mixers.mixer import Mixer
-from megatron_ladder.blueprint.model import ModelConfig, mixer_states
+from megatron_ladder.blueprint.model import ModelConfig, state_bytes
 from megatron_ladder.blueprint.specs import Branch, Role
 from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors
 from megatron_ladder.blueprint.wiring import BranchKind
@@ -121,6 +120,7 @@ class InferenceMemory:
 
     weights: float
     cache: float
+    """The states of token mixers, such as keys and values, of all sequences."""
 
     @property
     def total(self) -> float:
@@ -135,8 +135,7 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
         number_bytes = request.weight_bits / 8 if tensor.role is Role.MATRIX else BYTES
         weights += tensor.local_numel(request.ranks) * number_bytes
     positions = request.prompt + request.new_tokens
-    states = itertools.chain.from_iterable(mixer_states(request.model, request.ranks))
-    return InferenceMemory(weights, request.batch * sum(spec.bytes(positions, BYTES) for spec in states))
+    return InferenceMemory(weights, request.batch * state_bytes(request.model, request.ranks, positions, BYTES))
 
 
 def predict_inference(request: InferenceRequest) -> InferenceTimes:

@@ -12,7 +12,7 @@ from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.model_flags import parse_layers
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import UserError, raise_user_errors, size_text
 
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory for weights and cache; the rest is for activations, CUDA and NCCL."""
@@ -61,7 +61,8 @@ def print_inference(
         f"{name} on {machine_options.place(request.ranks)}, batch {request.batch}, "
         f"{request.prompt} prompt tokens, "
         f"{request.new_tokens} new tokens\n"
-        f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
+        f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache, "
+        f"{size_text(int(memory.cache / request.batch))} for each sequence\n"
     )
     sentence = _answer(request, predictions, late)
     if fast is not None and _fits(request):

@@ -55,6 +55,9 @@ def test_memory_of_a_rank() -> None:
     desync = replace(request, model=NAMED_WIRINGS["desync-4x"].of(LLAMA, 16))
     assert inference_memory(replace(desync, weight_bits=4)).weights == memory.weights - 2 * 32 * matrices * 12 / 16
     widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "num_key_value_heads": 1}
+    windows = replace(LLAMA, window_size=256, window_layers=tuple(range(24)))
+    windowed = inference_memory(replace(request, model=windows))
+    assert windowed.cache == 2 * 2 * 128 * 3 * (8 * 1201 + 24 * 256)
     latent = replace(request, model=replace(LLAMA, **widths))
     assert inference_memory(latent).cache == 2 * (512 + 32) * 32 * 3 * 1201
 
