@@ -29,6 +29,7 @@ from megatron_ladder.checkpoint.hf_types import (
     TRAITS,
     TYPES,
     UNREADABLE,
+    WINDOWS,
     type_of,
 )
 from megatron_ladder.checkpoint.quantization import check_quantization
@@ -63,7 +64,8 @@ def model_config_from_hf(
         expected = f"at most {tensors}, the number of stored tensors"
         raise UserError(f"{source}: num_hidden_layers: found {attentions}, expected {expected}")
     mode = read.residual_mode if model_type == OWN_TYPE else None
-    layers, rest = divmod(attentions, _attentions_per_layer(mode))
+    per_layer = _attentions_per_layer(mode)
+    layers, rest = divmod(attentions, per_layer)
     if rest:
         errors.append(("num_hidden_layers", attentions, f"two attentions for each layer of {mode}"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
@@ -87,7 +89,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_windows(model_type, config, read, errors),
+        **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
         **_wiring(model_type, read, layers, errors),
@@ -105,7 +107,7 @@ def model_config_from_hf(
 def _spellings(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the key of the file for each field of a model; keys that are given take precedence over synonyms."""
     keys = {**FIELDS, **{key: field for fields in ROPE_FIELDS.values() for key, field in fields.items()}}
-    keys |= {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
+    keys |= {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent", "layer_types": "window_layers"}
     return {field: key for key, field in sorted(keys.items(), key=lambda item: item[0] in given)}
 
 
@@ -116,6 +118,31 @@ def _type_error(model_type: object) -> str:
         return f"model_type {model_type} needs {lacking}, which are not supported"
     found = "nothing" if model_type is None else repr(model_type)
     return f"model_type: found {found}, expected one of {', '.join(TYPES)}"
+
+
+def _windows(
+    model_type: str, window: int | None, read: HFKeys, attentions_per_layer: int, errors: KeyErrors
+) -> dict[str, Any]:
+    """Return the fields of windows; without `layer_types`, every second layer of gpt-oss has one, from the first on."""
+    row, count = TYPES[model_type], read.num_hidden_layers
+    kinds: Sequence[str] = read.layer_types or []
+    if "layer_types" not in row.keys:
+        if window is not None and _has_windows(model_type, read):
+            errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
+        if "sliding_attention" in kinds:
+            errors.append((f"layer_types[{kinds.index('sliding_attention')}]", "sliding_attention", "'full_attention'"))
+        return {}
+    if read.layer_types is None and row.sliding_window is not None:
+        kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(count)]
+    if len(kinds) != count and (kinds or window):
+        errors.append(("layer_types", read.layer_types, f"one for each of {count} layers"))
+    if "sliding_attention" in kinds and window is None:
+        errors.append(("sliding_window", None, "a number of positions, since layer_types has sliding_attention"))
+    of_layers = [kinds[first : first + attentions_per_layer] for first in range(0, len(kinds), attentions_per_layer)]
+    if any(len({*of_layer}) > 1 for of_layer in of_layers):
+        errors.append(("layer_types", kinds, f"the same for both attentions of a layer of {read.residual_mode}"))
+    layers = tuple(layer for layer, of_layer in enumerate(of_layers) if "sliding_attention" in of_layer)
+    return {"window_size": window if layers else 0, "window_layers": layers}
 
 
 def _has_windows(model_type: str, read: HFKeys) -> bool:
@@ -150,26 +177,6 @@ def _attentions_per_layer(residual_mode: str | None) -> int:
     """Return how many layers of transformers, each of which has keys and values, a layer of a wiring is."""
     kinds = WIRINGS[residual_mode].sub_blocks if residual_mode in WIRINGS else ()
     return max(1, sum(kind.has_mixer for kind in kinds))
-
-
-def _windows(model_type: str, config: Mapping[str, Any], read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
-    """Return the windows of the layers; without `layer_types`, every second layer has one, beginning with the first."""
-    row, count = TYPES[model_type], read.num_hidden_layers
-    window = config.get("sliding_window", row.sliding_window)
-    if "layer_types" not in row.keys:
-        if window is not None and _has_windows(model_type, read):
-            errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
-        if "sliding_attention" in (kinds := read.layer_types or []):
-            errors.append((f"layer_types[{kinds.index('sliding_attention')}]", "sliding_attention", "'full_attention'"))
-        return {}
-    layers = tuple(range(0, count, 2))
-    if read.layer_types is not None:
-        layers = tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "sliding_attention")
-        if len(read.layer_types) != count:
-            errors.append(("layer_types", read.layer_types, f"one for each of {count} layers"))
-    if layers and window is None:
-        errors.append(("sliding_window", None, "a number of positions, since layer_types has sliding_attention"))
-    return {"window_size": (window or 0) if layers else 0, "window_layers": layers}
 
 
 def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: KeyErrors) -> dict[str, Any]:
@@ -287,9 +294,19 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
-        UserError: no type expresses the model, or lanes, or ranks of desync, that read different streams share key and
-            value heads.
+        UserError: no type expresses the model, no attention of transformers has all its parts, or lanes, or ranks of
+            desync, that read different streams share key and value heads.
     """
+    if model.softmax_type == "learnable":
+        raise_user_errors(
+            Problem(
+                {"softmax_type": model.softmax_type, name: getattr(model, name)},
+                f"{{softmax_type}} with {{{name}}}: transformers has no such attention",
+                "generate from the checkpoint instead",
+            )
+            for name in ("qk_layernorm", "rotary_percent")
+            if getattr(model, name) != getattr(ModelConfig, name)
+        )
     lanes = model.lanes or model.desync_tp
     if lanes and model.num_key_value_heads % lanes:
         name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
@@ -357,8 +374,10 @@ def hf_config(
     absent = {key for key in UNUSUAL_KEYS if getattr(model, FIELDS[key]) == getattr(ModelConfig, FIELDS[key])}
     if not model.kv_lora_rank:
         absent.update(LATENT)
-    # transformers needs a size even if no layer has a window.
+    # transformers' types with windows need a size even if no layer has one.
     values["sliding_window"] = model.window_size or row.sliding_window
+    if values["sliding_window"] is None:
+        absent.update(WINDOWS)
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
@@ -386,6 +405,7 @@ def hf_config(
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
+    attentions = layers * _attentions_per_layer(model.residual_mode)
     shared_experts = model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1)
     values = {key: getattr(model, name) for key, name in FIELDS.items()}
     if model.kv_lora_rank:
@@ -393,7 +413,11 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
         values |= {"num_key_value_heads": model.num_attention_heads, "head_dim": model.qk_rope_head_dim}
     return values | {
         "q_lora_rank": model.q_lora_rank or None,
-        "num_hidden_layers": layers * _attentions_per_layer(model.residual_mode),
+        "num_hidden_layers": attentions,
+        "layer_types": [
+            "sliding_attention" if index * layers // attentions in model.window_layers else "full_attention"
+            for index in range(attentions)
+        ],
         "norm_topk_prob": not model.moe_router_unnormalized,
         "n_shared_experts": shared_experts,
         "num_shared_experts": shared_experts,
@@ -403,8 +427,4 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
         "expert_layers": experts,
         "mlp_only_layers": sorted({*range(layers)} - {*experts}),
         "ladder_layers": list(model.ladder_layers),
-        "window_layers": list(model.window_layers),
-        "layer_types": [
-            "sliding_attention" if layer in model.window_layers else "full_attention" for layer in range(layers)
-        ],
     }

@@ -60,13 +60,11 @@ class HFKeys(Struct):
     glu_linear_offset: float | None = None
     qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
-    sliding_window: _Size | None = None
+    sliding_window: Annotated[_Size | None, "window_size"] = None
     use_sliding_window: bool | None = None
     max_window_layers: _Count | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     softmax_type: Literal["vanilla", "learnable"] | None = None
-    window_size: _Count | None = None
-    window_layers: list[_Count] | None = None
     partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: HFRope | None = None
@@ -157,5 +155,5 @@ ROPE_FIELDS = {
 """`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
 OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 UNUSUAL_KEYS: tuple[str, ...] = ("moe_bias", "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset")
-UNUSUAL_KEYS += ("softmax_type", "window_size", "window_layers")
+UNUSUAL_KEYS += ("softmax_type",)
 """Keys that are written only for values that are not the defaults of their fields."""

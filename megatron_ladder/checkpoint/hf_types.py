@@ -119,8 +119,8 @@ _SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_fa
 GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
+WINDOWS = ("sliding_window", "layer_types")
 _NO_WINDOW = {"sliding_window": None}
-_WINDOW_KEYS = ("sliding_window", "layer_types")
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
 
 
@@ -320,7 +320,7 @@ TYPES = {
         required=("num_key_value_heads", "head_dim", "attention_bias", "swiglu_limit"),
         experts=("num_local_experts", "num_experts_per_tok"),
         same={"swiglu_alpha": 1.702},
-        keys=("attention_bias", "swiglu_limit", *_WINDOW_KEYS),
+        keys=("attention_bias", "swiglu_limit", *WINDOWS),
         has_output_bias=True,
         fixed={"softmax_type": "learnable", "quick_geglu": True, "glu_linear_offset": 1.0},
         fixed_with_experts={"add_moe_bias": True},
@@ -349,7 +349,9 @@ TYPES = {
         keys=(
             *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
             *(*LATENT, "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset"),
+            *(*WINDOWS, "softmax_type"),
         ),
+        sliding_window=None,
         partial_rotary_factor=1.0,
     ),
     AUTHORS_TYPE: replace(_LLAMA, architecture=""),

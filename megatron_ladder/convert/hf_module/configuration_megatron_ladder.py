@@ -14,7 +14,7 @@ from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBloc
 
 
 class MegatronLadderConfig(PreTrainedConfig):
-    """Llama's keys, and the keys of biases, norms, latent attention, experts and the wiring.
+    """Llama's keys, and the keys of biases, norms, windows, latent attention, experts and the wiring.
 
     `attention_bias` applies only to queries, keys and values, or to their latents, unlike in Llama. Other keys of
     experts are as in GLM-4.5, and those of latent attention as in DeepSeek-V3. `num_hidden_layers` counts a layer with
@@ -27,6 +27,9 @@ class MegatronLadderConfig(PreTrainedConfig):
         swiglu_limit: bound from above of the inputs of gates, and on both sides of what they multiply; None for none.
         glu_linear_offset: number that is added to what gates multiply.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
+        sliding_window: positions that queries of `sliding_attention` see, their own included.
+        layer_types: `sliding_attention` or `full_attention` for each attention; absent if none has a window.
+        softmax_type: `learnable` if each head's softmax has a sink in its denominator, as in gpt-oss.
         kv_lora_rank: width of the latent of keys and values; None: attention is not latent.
         gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
@@ -77,6 +80,8 @@ class MegatronLadderConfig(PreTrainedConfig):
     swiglu_limit: float | None = None
     glu_linear_offset: float = 0.0
     qk_norm: bool = False
+    sliding_window: int | None = None
+    softmax_type: str = "vanilla"
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 128
@@ -107,7 +112,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __init__(self, **kwargs: Any) -> None:
-        """Raises ValueError for an unknown wiring, or layers that the model does not have."""
+        """Raises ValueError for an unknown wiring, missing layers, or parts that attention with sinks cannot have."""
         for name in MegatronLadderConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(MegatronLadderConfig, name)))
         if self.num_key_value_heads is None:
@@ -116,6 +121,9 @@ class MegatronLadderConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.expert_layers = list(self.expert_layers or ())
         self.ladder_layers = self._late_layers()
+        rotary_percent = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        if self.has_sinks and (self.qk_norm or rotary_percent != 1):
+            raise ValueError("softmax_type 'learnable' with qk_norm or a partial_rotary_factor: expected neither")
         if self.qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
@@ -131,8 +139,8 @@ class MegatronLadderConfig(PreTrainedConfig):
         if self.num_experts:
             experts = {key: how for key, how in Glm4MoeConfig.base_model_tp_plan.items() if "expert" in key}
             self.base_model_tp_plan = {**self.base_model_tp_plan, **experts}
-        if self.lane_count or self.moe_bias:
-            # A plan would shard the heads of one lane, and add biases of experts on every rank.
+        if self.lane_count or self.moe_bias or self.has_sinks:
+            # A plan would shard the heads of one lane but no sinks, and add biases of experts on every rank.
             self.base_model_tp_plan = None
         super().__init__(**kwargs)
 
@@ -150,6 +158,20 @@ class MegatronLadderConfig(PreTrainedConfig):
     def lane_count(self) -> int:
         """The number of lanes, or of ranks of desync, that read different streams; 0 if there are none."""
         return self.lanes or self.desync_tp or 0
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each head's softmax has a sink."""
+        return self.softmax_type == "learnable"
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether attentions have windows."""
+        return "sliding_attention" in (getattr(self, "layer_types", None) or ())
+
+    def window_of(self, attention: int) -> int | None:
+        """Return the window of an attention; None if it has none."""
+        return self.sliding_window if self.has_windows and self.layer_types[attention] == "sliding_attention" else None
 
     @property
     def has_swiglu(self) -> bool:

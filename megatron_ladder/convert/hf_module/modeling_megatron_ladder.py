@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaForCausalLM,
@@ -139,6 +141,10 @@ class GatedGlm4MoeAttention(_Gated, Glm4MoeAttention):
     without_gate = Glm4MoeAttention
 
 
+class GatedGptOssAttention(_Gated, GptOssAttention):
+    without_gate = GptOssAttention
+
+
 class GatedDeepseekV3Attention(_Gated, DeepseekV3Attention):
     without_gate = DeepseekV3Attention
 
@@ -148,6 +154,8 @@ def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     plain, gated = (Qwen3Attention, GatedQwen3Attention) if config.qk_norm else (LlamaAttention, GatedLlamaAttention)
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1:
         plain, gated = Glm4MoeAttention, GatedGlm4MoeAttention
+    if config.has_sinks:
+        plain, gated = GptOssAttention, GatedGptOssAttention
     if config.kv_lora_rank:
         plain, gated = DeepseekV3Attention, GatedDeepseekV3Attention
     attention: Any = (gated if config.gated_attention else plain)(config=config, layer_idx=index)
@@ -256,6 +264,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
         attentions = config.attentions_per_layer
+        self.window = config.window_of(layer_idx * attentions)
         self.self_attn = _attention(config, layer_idx * attentions)
         self.mlp: Any = _feed_forward(config, layer_idx)
         self.lanes = config.lane_count
@@ -277,8 +286,18 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         return super().__call__(*streams, **kwargs)
 
-    def forward(self, *state: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention."""
+    def forward(
+        self, *state: Tensor, windowed_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention.
+
+        `windowed_mask` is the mask of layers with windows.
+        """
+        if self.window is not None:
+            kwargs["attention_mask"] = windowed_mask
+            if not hasattr(self.self_attn, "sliding_window"):
+                # Flash attention needs the window, which not all classes give it themselves.
+                kwargs["sliding_window"] = self.window
         complete, count = state[0], len(self.missing_in)
         stream = state[1] if count else complete
         # Each with its number counted back from the newest, and None without lanes.
@@ -337,12 +356,23 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["MegatronLadderDecoderLayer"]
     _can_record_outputs = {
         "hidden_states": MegatronLadderDecoderLayer,
-        "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, DeepseekV3Attention],
+        "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, GptOssAttention, DeepseekV3Attention],
     }
+
+    @property
+    def _supports_sdpa(self) -> bool:
+        return not self.config.has_sinks
+
+    @property
+    def _supports_flash_attn(self) -> bool:
+        # Only some of its versions have sinks.
+        return not self.config.has_sinks
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, GptOssAttention):
+            init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MegatronLadderRouter | Qwen3MoeExperts):
             for name, weight in module.named_parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=0.0 if "bias" in name else self.config.initializer_range)
@@ -368,9 +398,42 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([MegatronLadderDecoderLayer(config, layer) for layer in range(config.layer_count)])
         self.norm = _NewestRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Glm4MoeRotaryEmbedding(config=config)
+        self.rotary_emb = (GptOssRotaryEmbedding if config.has_sinks else Glm4MoeRotaryEmbedding)(config=config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Llama's, with a second mask for layers with windows. `generate` can pass a mask for each kind of layer."""
+        if self.config.has_windows:
+            if inputs_embeds is None:
+                inputs_embeds, input_ids = self.embed_tokens(input_ids), None
+            if isinstance(attention_mask, dict):
+                kwargs["windowed_mask"] = attention_mask["sliding_attention"]
+                attention_mask = attention_mask.get("full_attention")
+            else:
+                kwargs["windowed_mask"] = create_sliding_window_causal_mask(
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
 
 
 class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM):

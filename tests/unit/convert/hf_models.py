@@ -35,6 +35,8 @@ LATENT: dict[str, Any] = {
     "norm_epsilon": 0.01,
 }
 GATED = {"attention_output_gate": True}
+WINDOWS: dict[str, Any] = {"window_size": 3, "window_layers": (0, 2, 3)}
+SINKS = {"softmax_type": "learnable"}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

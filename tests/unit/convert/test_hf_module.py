@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
@@ -20,7 +20,18 @@ from megatron_ladder.convert.small_files import module_files
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.pairwise import quick_share
 from tests.reference import ReferenceConfig, reference_logits
-from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, some_tokens, tiny_config
+from tests.unit.convert.hf_models import (
+    BIASES,
+    EXPERTS,
+    GATED,
+    GLM,
+    SINKS,
+    VOCAB,
+    WINDOWS,
+    opened,
+    some_tokens,
+    tiny_config,
+)
 from tests.unit.convert.saved_models import assert_equal_bits, convert, export, tensors_of
 from tests.unit.convert.test_remote_code import LLAMA3
 
@@ -73,6 +84,11 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
             ),
             ("megatron_ladder", HYBRID | CLIPPED | {"lanes": 2}),
             ("megatron_ladder", EXPERTS | {"add_moe_bias": True}),
+            ("megatron_ladder", HYBRID | WINDOWS | {"add_qkv_bias": True, "head_dim": 12}),
+            ("megatron_ladder", GLM | HYBRID | WINDOWS | {"residual_mode": "farskip"}),
+            ("megatron_ladder", GPT_OSS | HYBRID | NOT_ROUNDED | WINDOWS | SINKS | BIASES),
+            ("megatron_ladder", EXPERTS | HYBRID | WINDOWS | SINKS | GATED | {"residual_mode": "longcat"}),
+            ("megatron_ladder", DESYNC | SINKS),
         ],
         5,
     ),
@@ -101,6 +117,17 @@ def test_exported_directories_match_the_reference_and_can_be_imported(
     assert Checkpoint.open(tmp_path / "again").model() == config.canonical()
     convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
     assert_equal_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
+
+
+def test_models_with_sinks_run_only_where_transformers_has_them(tmp_path: Path) -> None:
+    folder = export(tmp_path, tiny_config(**HYBRID | SINKS))[0]
+    assert opened(folder).config._attn_implementation == "eager"
+    for name in ("sdpa", "flash_attention_2"):
+        with pytest.raises((ValueError, ImportError), match="does not support"):
+            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=name)
+    for changes in ({"qk_norm": True}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(ValueError, match="expected neither"):
+            MegatronLadderConfig(softmax_type="learnable", **changes)
 
 
 @pytest.mark.parametrize(("model_type", "wiring"), [("llama", {}), ("megatron_ladder", HYBRID)])

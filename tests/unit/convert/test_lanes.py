@@ -21,7 +21,17 @@ from tests.helpers.hugging_face import module_tensors
 from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits
-from tests.unit.convert.hf_models import BIASES, EXPERTS, GATED, GLM, LATENT, some_tokens, tiny_config
+from tests.unit.convert.hf_models import (
+    BIASES,
+    EXPERTS,
+    GATED,
+    GLM,
+    LATENT,
+    SINKS,
+    WINDOWS,
+    some_tokens,
+    tiny_config,
+)
 
 ALL = tuple(range(6))
 FOUR = {"lanes": 4, "num_key_value_heads": 4}
@@ -84,6 +94,16 @@ ATTENTIONS = [
     laned("ladder-parallel", 1, (1, 2, 4), lanes=0, **LATENT, q_lora_rank=11, **BIASES),
     with_experts("longcat", (1, 2, 4), **LATENT),
 ]
+WINDOWED = [
+    laned("ladder", 1, (1, 2), lanes=0, **WINDOWS),
+    laned("ladder-parallel", 2, (1, 2, 4), lanes=0, **WINDOWS, **GATED, qk_layernorm=True),
+    laned("ladder-attention", 2, **WINDOWS, **SINKS, add_qkv_bias=True),
+    laned("ladder", 1, (1, 2, 4), lanes=0, **SINKS, **BIASES),
+    desynced(4, 2, **SINKS, **WINDOWS, tie_embeddings=True),
+    with_experts("farskip", **GLM, **WINDOWS),
+    with_experts("shortcut", **SHARED, **WINDOWS | {"window_layers": ALL}),
+    with_experts("longcat", **WINDOWS, **SINKS, **GATED),
+]
 
 
 def text_of(config: ModelConfig) -> str:
@@ -93,15 +113,16 @@ def text_of(config: ModelConfig) -> str:
 
 
 class ExactRotary(nn.Module):
-    """Cosines and sines in float64; those of transformers are rounded to float32."""
+    """Cosines and sines in float64; those of transformers are rounded to float32. gpt-oss needs each only once."""
 
-    def __init__(self, d: int) -> None:
+    def __init__(self, d: int, copies: int) -> None:
         super().__init__()
         self.d = d
+        self.copies = copies
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = position_ids.double()[..., None] * 1e4 ** (-torch.arange(0, self.d, 2).double() / self.d)
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = torch.cat([angles] * self.copies, dim=-1)
         return angles.cos(), angles.sin()
 
 
@@ -124,7 +145,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
         module = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).double().eval()
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
         module.load_state_dict(module_tensors(weights) | tied)
-        module.model.rotary_emb = ExactRotary(config.mixer_of(0).rotary_dim)
+        copies = 1 if config.softmax_type == "learnable" else 2
+        module.model.rotary_emb = ExactRotary(config.mixer_of(0).rotary_dim, copies)
         return module, weights
 
     return build
@@ -146,7 +168,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("config", quick_share(LADDERS + LANED + DESYNCED + MIXTURES + ATTENTIONS, 3), ids=text_of)
+@pytest.mark.parametrize(
+    "config", quick_share(LADDERS + LANED + DESYNCED + MIXTURES + ATTENTIONS + WINDOWED, 3), ids=text_of
+)
 def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
@@ -159,7 +183,7 @@ def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, ex
 
 
 @pytest.mark.parametrize(
-    "config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2], MIXTURES[3], ATTENTIONS[3]], ids=text_of
+    "config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2], MIXTURES[3], ATTENTIONS[3], WINDOWED[2]], ids=text_of
 )
 def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Build) -> None:
     module, _ = exact(config)
@@ -172,7 +196,7 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Buil
 
 @pytest.mark.parametrize(
     "config",
-    quick_share([LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4]], 4),
+    quick_share([LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4], *WINDOWED], 4),
     ids=text_of,
 )
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:

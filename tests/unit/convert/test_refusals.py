@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from megatron_ladder.checkpoint import hf_config
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, WINDOWS
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
 from tests.unit.convert.hand_made import CONFIG, SHAPES, write_directory, write_sharded, zeros
+from tests.unit.convert.hf_models import SINKS
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 from tests.unit.convert.test_remote_code import LLAMA31
 
@@ -177,18 +181,29 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "lost"),
-    [
-        (
-            {"softmax_type": "learnable", "residual_mode": "ladder", "ladder_layers": (1,)},
-            "--softmax-type learnable",
-        ),
-        ({"window_size": 4, "window_layers": (0, 2)}, "--window-size 4 and --window-layers 0 2"),
-    ],
+    ("changes", "words"),
+    [({"qk_layernorm": True}, "--qk-layernorm"), ({"rotary_percent": 0.5}, "--rotary-percent 0.5")],
 )
-def test_models_that_no_type_expresses_are_not_exported(tmp_path: Path, changes: dict[str, Any], lost: str) -> None:
-    write_cut_checkpoint(tmp_path / "run", small_config(**changes), {})
+def test_attentions_that_transformers_lacks_are_not_exported(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    write_cut_checkpoint(tmp_path / "run", small_config(**SINKS | changes), {})
     (error,) = errors_of(convert, "export", "--load", tmp_path / "run", "--hf", tmp_path / "hf")
+    assert error == (
+        f"--softmax-type learnable with {words}: transformers has no such attention: generate from the checkpoint "
+        "instead"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_models_that_no_type_expresses_are_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models have a type today, so a key is taken from it."""
+    own = TYPES[OWN_TYPE]
+    keys = tuple(key for key in own.keys if key not in WINDOWS)
+    monkeypatch.setitem(hf_config.TYPES, OWN_TYPE, replace(own, keys=keys))
+    write_cut_checkpoint(tmp_path / "run", small_config(window_size=4, window_layers=(0, 2), add_qkv_bias=True), {})
+    (error,) = errors_of(convert, "export", "--load", tmp_path / "run", "--hf", tmp_path / "hf")
+    lost = "--window-size 4 and --window-layers 0 2"
     assert error == f"no type of Hugging Face models has {lost}: generate from the checkpoint instead"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

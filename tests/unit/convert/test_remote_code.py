@@ -50,6 +50,7 @@ LLAMA31 = {
     },
 }
 """Configuration of Llama-3.1-8B, written by transformers 4."""
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 31 + ["full_attention"]}
 OURS = replace(SIZES["llama-8b"], max_position_embeddings=131072, **LLAMA3)
 
 
@@ -136,6 +137,19 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
         ({"num_key_value_heads": 5}, "is not divisible by num_key_value_heads 5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
         ({"swiglu_limit": 7.0}, "swiglu_limit: found 7.0, expected null in a llama model"),
+        ({"softmax_type": "learnable"}, "softmax_type: found 'learnable', expected null in a llama model"),
+        (OWN | {"softmax_type": "off-by-one"}, "softmax_type: found 'off-by-one', expected 'learnable' or 'vanilla'"),
+        (OWN | WINDOWS | {"layer_types": ["chunked_attention"]}, "layer_types[0]: found 'chunked_attention', expected"),
+        (OWN | {"sliding_window": 8}, "layer_types: found nothing, expected one for each of 32 layers"),
+        (OWN | WINDOWS | {"num_hidden_layers": 2}, "layer_types: found ['sliding_attention', "),
+        (
+            OWN | WINDOWS | {"sliding_window": None},
+            "sliding_window: found nothing, expected a number of positions, since",
+        ),
+        (
+            OWN | WINDOWS | {"residual_mode": "longcat"},
+            "expected the same for both attentions of a layer of longcat",
+        ),
         (OWN | {"swiglu_limit": 0}, "swiglu_limit 0.0: expected above 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1 in a llama model"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type: found 'longrope', expected"),
