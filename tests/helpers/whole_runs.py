@@ -49,6 +49,10 @@ MODELS = {
     "biased": f"{_SIZES} --residual-mode ladder --residual-staleness 2 --num-experts 8 --moe-layers 1-5 "
     "--moe-router-topk 3 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.05 --add-moe-bias --quick-geglu "
     "--activation-func-clamp-value 0.4 --glu-linear-offset 1",
+    # Windows are longer and shorter than many documents, and layers with and without them alternate irregularly.
+    "windows": f"{_SIZES} --residual-mode ladder-parallel --window-size 6 --window-attn-skip-freq 3",
+    "sinks": f"{_SIZES} --residual-mode ladder --ladder-layers 4 --window-size 3,0 --window-layers 0,2,5 "
+    "--softmax-type learnable --qk-layernorm",
     "distilled": f"{_SIZES} --distill-from {{corpus}}/teacher --distill-weight 0.7 --distill-temperature 2 "
     "--z-loss-coeff 0.02",
 }
@@ -63,7 +67,10 @@ CORNERS = {
     "--moe-router-score-function sigmoid --moe-z-loss-coeff 0.01",
 }
 """Models with a part of the least size, or of none."""
-TEACHER = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder"
+TEACHER = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder "
+    "--window-size 4 --window-layers [0] --softmax-type learnable"
+)
 _TEXTS = "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document"
 _CHATS = "--train-data-path {corpus}/chats_messages_document --valid-data-path {corpus}/chats_messages_document"
 DATA = {

@@ -102,6 +102,18 @@ def test_logits_with_the_cache_equal_recomputation(
             assert (logits[row, : config.vocab_size] - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["windows", "sinks"])
+def test_500_tokens_in_windows_are_those_of_recomputation(name: str) -> None:
+    config = tiny_config(**MODELS[name])
+    weights, reference = reference_of(config, seed=21)
+    prompts = [tuple(range(number, 2 * number + 1)) for number in range(1, 11)]
+    requests = [GenerationRequest(prompt, 50, GREEDY) for prompt in prompts]
+    found = [generation.ids for generation in tiny_engine(config, weights).generate(requests)]
+    assert found == [tuple(greedy_continuation(weights, reference, prompt, 50)) for prompt in prompts]
+    assert len({token for ids in found for token in ids}) > 20
+
+
 def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_continue() -> None:
     config = tiny_config(**MODELS["standard"])
     weights, reference = reference_of(config)

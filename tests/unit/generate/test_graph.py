@@ -24,10 +24,12 @@ from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from megatron_ladder.model import flash_attention
 from megatron_ladder.model.mixers import columns
+from tests.reference import greedy_continuation
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine
 
 aten = torch.ops.aten
 NEEDS_PAGES = pytest.mark.skipif(not flash_attention._HAS_PAGES, reason="torch has pages from 2.13 on")
+RING = MODELS["windows"]["window_size"]
 HOST_COPIES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.lift_fresh.default)
 """Operators that read a value, or the size of a result, or that make a tensor of Python's numbers."""
 
@@ -129,7 +131,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes", "latent-ladder"])
+@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes", "windows", "sinks", "latent-ladder"])
 def test_captured_decoding_gives_the_same_tokens_with_one_read_for_each(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,20 @@ def test_captured_decoding_gives_the_same_tokens_with_one_read_for_each(
     assert (graph.captures, graph.replays, reads) == (1, 7 + 7, ["cpu"] * (8 + 8))
     check_equal([engine.generate([request])[0] for request in requests], expected)
     assert len(graphs.made) == 1 and graph.replays == 7 + 7 + 4 + 5 + 6 + 7
+
+
+@pytest.mark.parametrize("prefill_chunk_size", [None, 3])
+@pytest.mark.parametrize("name", ["windows", "sinks"])
+def test_a_sequence_sees_no_tokens_of_an_earlier_one(name: str, prefill_chunk_size: int | None) -> None:
+    """Captured steps keep their states, whose rings are full of the tokens of a longer sequence."""
+    config = tiny_config(**MODELS[name])
+    weights, reference = reference_of(config)
+    engine, graphs = tiny_engine(config, weights), Graphs()
+    engine.new_graph, engine.prefill_chunk_size = graphs, prefill_chunk_size
+    for prompt in (tuple(range(20, 40)), (7,), (9, 8), (3, 1, 4, 1, 5), tuple(range(60, 50, -1)), (5, 4, 3)):
+        (generation,) = engine.generate([GenerationRequest(prompt, 9, GREEDY)])
+        assert list(generation.ids) == greedy_continuation(weights, reference, prompt, 9)
+    assert len(graphs.made) == 1
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -218,7 +234,7 @@ def attend_to_sequences(
     assert query_starts.dtype == key_starts.dtype == seqused_k.dtype == torch.int32
     torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32))
     torch.testing.assert_close(key_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_k)
-    assert (max_q, seqused_k.shape, options) == (1, (sequences,), (0, False, False)) and max_k % 256 == 0
+    assert (max_q, seqused_k.shape, options) == (1, (sequences,), (0, False, False)) and max_k in (256, RING)
     on_meta: dict[str, Any] = {"scale": scale, "seqused_k": seqused_k.to("meta")}
     if block_table is None:
         assert k.shape[:2] == (sequences * max_k, 1)
@@ -242,7 +258,10 @@ def attend_to_sequences(
 
 
 @pytest.mark.parametrize("paged", [False, pytest.param(True, marks=NEEDS_PAGES)], ids=["rows", "pages"])
-@pytest.mark.parametrize(("name", "captured"), [("ladder", True), ("hybrid", False), ("ladder-parallel", True)])
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [("ladder", True), ("hybrid", False), ("ladder-parallel", True), ("windows", True), ("sinks", True)],
+)
 def test_attention_to_filled_columns_gives_the_same_tokens(
     name: str, captured: bool, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +275,8 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
 
     def counted(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         calls.append(len(arguments[0]))
-        assert ("block_table" in options) == paged
+        # Rings are no multiples of a page.
+        assert ("block_table" in options) == (paged and arguments[6] != RING)
         return attend_to_sequences(*arguments, **options)
 
     monkeypatch.setattr(flash_attention, "flash_attention_forward", counted)

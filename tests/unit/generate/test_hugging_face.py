@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,12 @@ from tests.unit.generate.tiny_model import (
 NEW_TOKENS = 10
 
 
-def greedy_here(stored: StoredModel) -> list[tuple[int, ...]]:
+def greedy_here(
+    stored: StoredModel, prompts: Sequence[tuple[int, ...]] = PROMPTS, new_tokens: int = NEW_TOKENS
+) -> list[tuple[int, ...]]:
     mesh = ProcessMesh.single()
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
-    requests = [GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS]
+    requests = [GenerationRequest(prompt, new_tokens, GREEDY) for prompt in prompts]
     return [generation.ids for generation in engine.generate(requests)]
 
 
@@ -64,6 +67,21 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         folder, _ = export(tmp_path, tiny_config(**EXPORTED[name]))
         module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     assert greedy_here(open_model(folder, None, None)) == greedy_by_transformers(module)
+
+
+@pytest.mark.long
+def test_500_tokens_in_windows_are_those_of_mistral(tmp_path: Path) -> None:
+    module = save_model(tmp_path, "mistral", sliding_window=None)
+    stored = open_model(tmp_path, None, None)
+    layers = tuple(range(stored.config.num_layers))
+    stored = replace(stored, config=replace(stored.config, window_size=5, window_layers=layers))
+    prompts = [tuple(range(number, 2 * number + 1)) for number in range(1, 11)]
+    without_windows = greedy_by_transformers(module, prompts, 50)
+    module.config.sliding_window = 5
+    windowed = type(module)(module.config)
+    windowed.load_state_dict(module.state_dict())
+    expected = greedy_by_transformers(windowed.eval(), prompts, 50)
+    assert greedy_here(stored, prompts, 50) == expected != without_windows
 
 
 def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
