@@ -51,7 +51,7 @@ from megatron_ladder.generate.prompts import (
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.model.experts import waits_for_choices
-from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.model.operations import require_compiler, sink_problems
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _TIMEOUT_MINUTES = 60.0
@@ -101,6 +101,7 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
         check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
         require_compiler("compile_sub_blocks", device)
+    raise_user_errors(sink_problems(config, device, "model", options.model))
 
 
 def _prompt_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:

@@ -141,6 +141,8 @@ def attend_to_blocks(
     `attend` is `flex_attention`; by default compiled.
     """
     options = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    # Another kernel, for few queries, needs groups of heads that are a power of two.
+    options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     attended, more = (attend or _compiled(flex_attention))(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return (attended * torch.sigmoid(more.lse - sinks.unsqueeze(1)).unsqueeze(-1)).to(v.dtype)
 

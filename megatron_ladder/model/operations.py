@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,9 @@ from megatron_ladder.parallel.products import LinearFunction
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
+
+_LEAST_FLEX_HEAD = 16
+"""Width of the smallest head that FlexAttention's kernels process on CUDA."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -189,6 +192,18 @@ def require_compiler(field_name: str, device: torch.device) -> None:
     """Raise a UserError about a field if torch.compile lacks something, which it reports only at the first step."""
     if problem := _compiler_problem(device):
         raise UserError(Problem({field_name: None}, "{}: {problem}, or leave {} out", problem=problem))
+
+
+def uses_compiled_sinks(config: ModelConfig, device: torch.device) -> bool:
+    """Return whether whole sequences with sinks are computed by FlexAttention, whose kernels torch compiles."""
+    return config.softmax_type == "learnable" and device.type == "cuda" and config.head_dim >= _LEAST_FLEX_HEAD
+
+
+def sink_problems(config: ModelConfig, device: torch.device, field_name: str, value: object) -> Iterator[Problem]:
+    """Yield why a model that a field gives cannot be computed on this machine, if its sinks need a missing compiler."""
+    if uses_compiled_sinks(config, device) and (problem := _compiler_problem(device)):
+        reason = "{}: attention with sinks is compiled on GPUs: {problem}"
+        yield Problem({field_name: value}, reason, problem=problem)
 
 
 def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:

@@ -22,7 +22,7 @@ from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.files import output_problem
-from megatron_ladder.model.operations import require_compiler, select_operations
+from megatron_ladder.model.operations import require_compiler, select_operations, sink_problems
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.tokenizers.copies import DESCRIPTION_FILE, load_tokenizer_from_directory
 from megatron_ladder.tokenizers.kinds import Tokenizer, check_parses_special_tokens, load_tokenizer, tokenizer_kind
@@ -188,6 +188,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
         with errors.collect("distill_from"):
             teacher = open_teacher(Path(findings.teacher))
             errors.add(*teacher_errors(run, teacher, tokenizer))
+            errors.add(*sink_problems(teacher.config, rank_info.device(), "distill_from", teacher.directory))
     with errors.collect():
         sources = _open_checked_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer, rank_info.rank)
@@ -269,6 +270,7 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
     if run.training.compile_sub_blocks == "true":
         with errors.collect():
             require_compiler("compile_sub_blocks", rank_info.device())
+    errors.add(*sink_problems(run.model, rank_info.device(), "softmax_type", run.model.softmax_type))
     if run.training.cuda_graph == "true" and rank_info.device().type != "cuda":
         errors.add(Problem({"cuda_graph": None}, "{}: this machine has no GPU", "leave it out"))
     if rank_info.rank == 0:

@@ -17,7 +17,7 @@ from megatron_ladder.model.mixers import columns
 from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
 from megatron_ladder.model.mixers.mixer import Heads, States
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.operations import BuildContext, NormFunction, require_compiler
+from megatron_ladder.model.operations import BuildContext, NormFunction, uses_compiled_sinks
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.model.windows import attend_with_mask
@@ -58,8 +58,6 @@ class AttentionHeads(Heads):
         self.dtype = build.dtype
         self.q_norm, self.k_norm = None, None
         sinks = [branch.inner["sinks"]] if "sinks" in branch.inner else []
-        if sinks and build.device.type == "cuda":
-            require_compiler("softmax_type", build.device)
         self.add_parameter("sinks", sinks, build)
         if "q" in branch.inner:
             self.q_norm, self.k_norm = (RMSNorm(build, branch.inner[name], own_input=True) for name in ("q", "k"))
@@ -69,10 +67,11 @@ class AttentionHeads(Heads):
         table = rotary_table(self.mixer, context.positions, self.dtype)
         columns = None if context.states is None else self._columns(context.states, context)
         blocks = None
-        if self.sinks is not None and context.positions.is_cuda and (columns is None or columns.begins):
+        device = context.positions.device
+        if uses_compiled_sinks(self.mixer.config, device) and (columns is None or columns.begins):
             length, documents = len(context.positions), context.documents
             rows = 1 if documents is None else sum(documents.lengths) // length
-            blocks = visible_blocks(rows, length, documents, self.mixer.window, context.positions.device)
+            blocks = visible_blocks(rows, length, documents, self.mixer.window, device)
         return AttentionInputs(table, columns, blocks)
 
     def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ladder.cli.generate import main
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.generate.options import PromptOptions
 from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
 from megatron_ladder.model.language_model import LanguageModel
@@ -248,6 +249,16 @@ def test_flags_and_prompts_that_cannot_be_continued(
     monkeypatch.setattr(shutil, "which", lambda program: None)
     (error,) = errors_of(main, ["--model", str(run_folder), *flags])
     assert error.startswith(expected)
+
+
+def test_kernels_of_sinks_are_checked_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without a compiler."""
+    checkpoint = write_checkpoint(tmp_path, tiny_config(softmax_type="learnable", head_dim=16))
+    monkeypatch.setattr(RankInfo, "device", lambda place: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    (error,) = errors_of(main, ["--model", str(checkpoint), "--tokens", "1"])
+    assert error.startswith(f"--model {checkpoint}: attention with sinks is compiled on GPUs: ")
 
 
 def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:

@@ -88,6 +88,28 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
 
 
+def test_kernels_of_sinks_are_checked_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the model and of its teacher, on a GPU without a compiler; tiny heads need none."""
+    prefix = write_documents(tmp_path / "tokens", [3] * 40)
+    write_checkpoint(tmp_path / "teacher", tiny_config(softmax_type="learnable", head_dim=16))
+    monkeypatch.setattr(RankInfo, "device", lambda place: torch.device("cuda"))
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    data = f"--data-path {prefix} --split 1 --eval-iters 0"
+    for words, start in (
+        (
+            "--softmax-type learnable --head-dim 16",
+            "--softmax-type learnable: attention with sinks is compiled on GPUs: ",
+        ),
+        (
+            f"--distill-from {tmp_path}/teacher",
+            f"--distill-from {tmp_path}/teacher/iter_0000010: attention with sinks is compiled",
+        ),
+    ):
+        (error,) = mistakes(f"{data} {words}")
+        assert error.startswith(start), error
+    read_inputs([*SIZES, *data.split(), "--softmax-type", "learnable"])
+
+
 @pytest.mark.parametrize("words", ["", "--parse-special-tokens", "--chat"])
 def test_sample_prompts_are_encoded_as_the_data(tmp_path: Path, words: str) -> None:
     train_byte_level([], 258, ["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
