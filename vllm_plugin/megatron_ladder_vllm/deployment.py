@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 _WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+_GPT_OSS_ACTIVATION = (True, 7.0, 1.0)
 _READ_INNER_STATES = ("eagle3", "dflash", "dspark", "extract_hidden_states")
 """Methods of speculative decoding that read the residual stream between layers, where outputs are missing."""
 
@@ -130,10 +131,11 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
             f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
             "in flight; use ngram, suffix, eagle or draft_model"
         )
-    if config.moe_bias or not config.has_swiglu:
+    activation = (config.quick_geglu, config.swiglu_limit, config.glu_linear_offset)
+    if config.num_experts and not config.has_swiglu and activation != _GPT_OSS_ACTIVATION:
         yield (
-            "moe_bias, quick_geglu, swiglu_limit or glu_linear_offset: the plugin cannot serve biases of experts, nor "
-            "other activations than SwiGLU; use tools/generate.py"
+            "quick_geglu {}, swiglu_limit {}, glu_linear_offset {}: vLLM's experts have SwiGLU or the activation of "
+            "gpt-oss (True, 7.0 and 1.0); use tools/generate.py".format(*activation)
         )
     rope = config.rope_parameters or {}
     length = vllm_config.model_config.max_model_len

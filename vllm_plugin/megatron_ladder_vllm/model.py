@@ -25,6 +25,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoERouter, GateLinear, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -180,8 +181,26 @@ def leave_unreduced(linear: RowParallelLinear) -> None:
 def unreduced_mlp(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> LlamaMLP:
     """Return a SwiGLU MLP whose outputs are this rank's parts of sums."""
     mlp = LlamaMLP(config.hidden_size, width, config.hidden_act, vllm_config.quant_config, config.mlp_bias, prefix)
+    if not config.has_swiglu:
+        mlp.act_fn = GatedActivation(config)
     leave_unreduced(mlp.down_proj)
     return mlp
+
+
+class GatedActivation(nn.Module):
+    """The activation of MLPs with another one than SwiGLU."""
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        super().__init__()
+        self.slope = 1.702 if config.quick_geglu else 1.0
+        self.limit, self.offset = config.swiglu_limit, config.glu_linear_offset
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 * width] -> [tokens, width]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.slope * gate) * (up + self.offset)
 
 
 class LocalRouter(FusedMoERouter):
@@ -218,6 +237,7 @@ def add_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, module: n
     module.gate = gate = GateLinear(
         config.hidden_size,
         config.num_experts,
+        bias=config.moe_bias,
         out_dtype=torch.float32,
         params_dtype=torch.float32,
         prefix=f"{prefix}.gate",
@@ -245,6 +265,8 @@ def add_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, module: n
         routed_scaling_factor=config.routed_scaling_factor,
         apply_routed_scale_to_output=True,
         router_logits_dtype=torch.float32,
+        has_bias=config.moe_bias,
+        activation="silu" if config.has_swiglu else "swigluoai",
         quant_config=vllm_config.quant_config,
         reduce_results=False,
         prefix=f"{prefix}.experts",
@@ -253,6 +275,19 @@ def add_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, module: n
         raise ValueError(f"{prefix}.experts: vLLM sums the outputs of these experts itself, so they cannot be hidden")
     if current_platform.is_cpu() and experts.expert_map is not None:
         experts.router = LocalRouter(experts.router, experts.expert_map)
+
+
+def arrange_experts(config: MegatronLadderConfig, experts: RoutedExperts) -> None:
+    """Arrange loaded experts as vLLM's kernels expect them.
+
+    The first of the ranks that divide the widths adds the biases of down projections. The activation of gpt-oss reads
+    gates and ups alternately.
+    """
+    if config.moe_bias and experts.moe_config.tp_rank > 0:
+        experts.w2_bias.data.zero_()
+    if not config.has_swiglu:
+        for rows in [experts.w13_weight.data] + [experts.w13_bias.data] * config.moe_bias:
+            rows.copy_(rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
 
 
 def read_stream(
@@ -418,7 +453,11 @@ class MegatronLadderModel(nn.Module):
             del stacked[".q_proj"]
             names = LATENT_PROJECTIONS if self.config.q_lora_rank else LATENT_PROJECTIONS[1:]
             stacked |= {f".{name}": (".fused_qkv_a_proj", index) for index, name in enumerate(names)}
-        return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
+        loaded = AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
+        for module in self.modules():
+            if isinstance(module, RoutedExperts):
+                arrange_experts(self.config, module)
+        return loaded
 
 
 class MegatronLadderForCausalLM(LlamaForCausalLM):

@@ -91,6 +91,14 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "experts-unnormalized": EXPERTS["experts-ladder"]
     | {"moe_router_unnormalized": True, "moe_router_topk_scaling_factor": 2.5},
     "late-hy3": EXPERTS["experts-farskip"] | _HY3,
+    "experts-gpt-oss": EXPERTS["experts-ladder"]
+    | {
+        "add_mlp_bias": True,
+        "add_moe_bias": True,
+        "quick_geglu": True,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+    },
 }
 """Routers of all kinds, and late and other layers of experts in one model."""
 PLAIN: dict[str, dict[str, Any]] = {
