@@ -72,6 +72,7 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ("lanes", {}, {}, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
     ("lanes", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2: .*: use 1"),
     ("experts-ladder", {"data_parallel_size": 2}, {}, "--data-parallel-size 2: .* 6 experts; use 1"),
+    ("experts-ladder", {"hf_overrides": {"swiglu_limit": 5.0}}, {}, "swiglu_limit 5.0, .* the activation of gpt-oss"),
     ("experts-ladder", {}, _TF32, "VLLM_FLOAT32_MATMUL_PRECISION=high: the router would choose other experts"),
     (
         "ladder",
