@@ -261,3 +261,16 @@ def test_published_models_are_read() -> None:
         same = {key: getattr(SHAPES[name], key) for key in ("max_position_embeddings", "norm_epsilon", "rotary_base")}
         rope = {key: value for key, value in vars(ModelTraits()).items() if key.startswith(("rope_", "yarn_"))}
         assert replace(model, **same, **rope) == SHAPES[name]
+
+
+def test_late_gpt_oss_keeps_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, ours, late, back = (tmp_path / name for name in ("hf", "ours", "late", "back"))
+    save_model(hf, "gpt_oss", torch.bfloat16)
+    convert("import", "--hf", hf, "--save", ours, "--residual-mode", "farskip", "--verify")
+    convert("export", "--load", ours, "--hf", late, "--verify")
+    assert "verified: the logits of the checkpoint and of the exported model in transformers" in capsys.readouterr().out
+    assert config_of(late)["model_type"] == "megatron_ladder"
+    convert("import", "--hf", late, "--save", tmp_path / "same", "--residual-mode", "standard")
+    convert("export", "--load", tmp_path / "same", "--hf", back)
+    assert config_of(back)["model_type"] == "gpt_oss" and not list(back.glob("*.py"))
+    assert_equal_bits(tensors_of(hf), tensors_of(back))
