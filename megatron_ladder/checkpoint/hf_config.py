@@ -294,9 +294,12 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
-        UserError: no type expresses the model, no attention of transformers has all its parts, or lanes, or ranks of
-            desync, that read different streams share key and value heads.
+        UserError: no type expresses the model, the exported code lacks a mixer or a part of its attention, or
+            lanes, or ranks of desync, that read different streams share key and value heads.
     """
+    mixers = [model.mixer_of(layer) for layer in range(model.num_layers)]
+    if lacking := sorted({mixer.name for mixer in mixers if not mixer.is_exported}):
+        raise UserError(f"{' and '.join(lacking)} cannot be exported: generate from the checkpoint instead")
     if model.softmax_type == "learnable":
         raise_user_errors(
             Problem(

@@ -31,7 +31,7 @@ class MixerBody(Body):
         super().__init__()
         (branch,) = tensors.branches
         self.qkv_proj = _input_projection(build, tensors)
-        self.heads = new_heads(build, number, branch, self.qkv_proj.widths)
+        self.heads = new_heads(build, number, branch)
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
@@ -68,9 +68,8 @@ class MixerMLP(Body):
         self.operations = build.operations
         mixer, mlp = tensors.branches
         self.in_proj = _input_projection(build, tensors)
-        inputs = len(mixer.inputs)
-        self.mixer_width = sum(self.in_proj.widths[:inputs])
-        self.heads = new_heads(build, number, mixer, self.in_proj.widths[:inputs])
+        self.heads = new_heads(build, number, mixer)
+        self.mixer_width = sum(self.in_proj.widths[: len(mixer.inputs)])
         self.o_proj = _output_projection(build, tensors, mixer)
         self.down_proj = _output_projection(build, tensors, mlp)
 

@@ -25,6 +25,7 @@ class Attention(Mixer):
     window: int = 0
     """The newest positions, its own included, that a query sees; 0: all."""
 
+    is_exported: ClassVar[bool] = True
     repeats_states: ClassVar[bool] = True
     checks: ClassVar[Sequence[Check]] = (
         rule(

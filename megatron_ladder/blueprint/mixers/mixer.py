@@ -75,6 +75,8 @@ class Mixer(ABC):
     config: "ModelConfig"
     checks: ClassVar[Sequence[Check]] = ()
     """Checks of the values of a model that concern it."""
+    is_exported: ClassVar[bool] = False
+    """Whether the code in exported directories computes it."""
     repeats_states: ClassVar[bool] = False
     """Whether programs without fused kernels copy its states for each query head, and write its scores to memory."""
 

@@ -41,17 +41,18 @@ class AttentionHeads(Heads):
     sinks: nn.Parameter | None
     """[heads/t]."""
 
-    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
-        super().__init__(build, number, branch, widths)
+    def __init__(self, build: BuildContext, number: int, branch: Branch) -> None:
+        super().__init__(build, number, branch)
         config = build.config
         operations = build.operations
         self.attend_once = operations.attend
         self.norm = operations.norm
         self.split_heads = operations.of_heads(_split_heads, 1)
         self.gate = operations.of_heads(_gate, 0)
-        named_widths = dict(zip(branch.inputs, widths, strict=True))
-        self.gate_width = named_widths.pop("gate", 0)
-        self.widths = tuple(named_widths.values())
+        self.gate_width = 0
+        if "gate" in branch.inputs:
+            self.gate_width = self.widths[-1]
+            self.widths = self.widths[:-1]
         self.epsilon = config.norm_epsilon
         self.head_dim = config.head_dim
         self.scale = self.mixer.softmax_scale

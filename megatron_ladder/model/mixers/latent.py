@@ -4,7 +4,6 @@ Layouts: see `attention.py`; latents [s, b, width].
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,8 @@ class LatentHeads(AttentionHeads):
     queries, keys and values of its heads, and so has partial sums of their gradients.
     """
 
-    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
-        super().__init__(build, number, branch, widths)
+    def __init__(self, build: BuildContext, number: int, branch: Branch) -> None:
+        super().__init__(build, number, branch)
         config = build.config
         self.rotate_latent = build.operations.of_heads(_rotate_latent, 2)
         self.expand_latent = build.operations.of_heads(_expand_latent, 2)

@@ -28,13 +28,18 @@ class States(NamedTuple):
     tensors: Sequence[Mapping[str, Tensor]]
     """For the mixer of each layer and lane its states by name. The rows of a pass have the first slots."""
     before: int = 0
-    """The positions of prompts before those of this pass; with 0, what is stored belongs to an earlier sequence."""
+    """The positions of prompts before those of this pass."""
     lengths: Tensor | None = None
     """[b] int64: how many positions of each row are tokens of its prompt; padding follows. None for newest tokens."""
     extent: int = 0
     """With the newest tokens: at least the number of positions of the longest row."""
     is_even: bool = False
     """With the newest tokens: whether every row has `extent` positions."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing is before the positions of this pass: what is stored belongs to an earlier sequence."""
+        return self.lengths is not None and not self.before
 
     @staticmethod
     def allocate(
@@ -56,12 +61,14 @@ class States(NamedTuple):
 class Heads(ParallelModule):
     """Maps the projections of a branch's inputs to what its output projection multiplies, on this rank's heads."""
 
-    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
-        """`number` counts the mixers of a rank, and `widths` are those of the branch's inputs on this rank."""
+    def __init__(self, build: BuildContext, number: int, branch: Branch) -> None:
+        """`number` counts the mixers of a rank, whose `States` it indexes."""
         super().__init__(build)
         assert branch.mixer is not None
         self.mixer: Mixer = branch.mixer
         self.number = number
+        self.widths = tuple(matrix.weight.width(self.group.size) for matrix in branch.inputs.values())
+        """Columns of each input on this rank."""
 
     def prepare(self, context: SequenceContext) -> Any:
         """Return, as a NamedTuple, what depends on positions and states, but is the same in all layers of the mixer."""

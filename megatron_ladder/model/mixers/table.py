@@ -1,6 +1,6 @@
 """What computes each token mixer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_ladder.blueprint.mixers.attention import Attention
 from megatron_ladder.blueprint.mixers.latent import LatentAttention
@@ -15,7 +15,7 @@ HEADS: Mapping[type[Mixer], type[Heads]] = {Attention: AttentionHeads, LatentAtt
 """The module of each mixer."""
 
 
-def new_heads(build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> Heads:
+def new_heads(build: BuildContext, number: int, branch: Branch) -> Heads:
     """Build the heads of a branch; see `Heads`."""
     assert branch.mixer is not None
-    return HEADS[type(branch.mixer)](build, number, branch, widths)
+    return HEADS[type(branch.mixer)](build, number, branch)
