@@ -32,9 +32,12 @@ class WeightSource(Protocol):
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: WeightSource) -> None:
-    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero."""
-    for parameter, sections in (*parameter_sections(model), *state_sections(model)):
+def load_weights(model: nn.Module, source: WeightSource, recurse: bool = True) -> None:
+    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero.
+
+    Without `recurse`, those of the module's children are left out.
+    """
+    for parameter, sections in (*parameter_sections(model, recurse), *state_sections(model, recurse)):
         if has_padding(parameter, sections):
             parameter.zero_()
         for section in sections:

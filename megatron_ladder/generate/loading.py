@@ -56,7 +56,7 @@ class StoredModel:
     """Tokens that the directory's tokenizer puts before a text, such as a beginning-of-text token."""
     export_prefix: tuple[int, ...]
     """Tokens that transformers puts before a text in this directory, or in an export of it."""
-    fill: Callable[[nn.Module], None]
+    fill: Callable[..., None]
     """Reads this rank's weights of the model or of a part of it; raises UserError."""
     answers_end: bool = True
     """See `Checkpoint.answers_end`."""
@@ -201,8 +201,8 @@ def load_model(
     return model
 
 
-def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
-    """Load a model that was built on the meta device with `PACKED_OPERATIONS`; `fill` reads the weights of a part.
+def _load_packed(model: LanguageModel, fill: Callable[..., None]) -> None:
+    """Load a model that was built on the meta device with `PACKED_OPERATIONS`; `fill` is `StoredModel.fill`.
 
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is packed
     as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more time than
@@ -229,7 +229,7 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
         for name, state in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(state, device="cpu"))
-        fill(module)
+        fill(module, recurse=False)
         if module in packed:
             weight = pack_weight(module.get_parameter("weight").detach(), _ROWS)
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))

@@ -170,17 +170,17 @@ class ParallelModule(nn.Module):
         self.sections[attribute] = tuple(section for section in sections if section.length > 0)
 
 
-def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[Section, ...]]]:
-    """Yield every parameter of the model once, with its sections."""
-    for module in model.modules():
+def parameter_sections(model: nn.Module, recurse: bool = True) -> Iterator[tuple[nn.Parameter, tuple[Section, ...]]]:
+    """Yield every parameter of the model once, with its sections; without `recurse`, not those of its children."""
+    for module in model.modules() if recurse else [model]:
         if isinstance(module, ParallelModule):
             for attribute, parameter in module.named_parameters(recurse=False):
                 yield parameter, module.sections[attribute]
 
 
-def state_sections(model: nn.Module) -> Iterator[tuple[Tensor, tuple[Section, ...]]]:
-    """Yield every tensor that checkpoints hold and no gradient trains, with its section."""
-    for module in model.modules():
+def state_sections(model: nn.Module, recurse: bool = True) -> Iterator[tuple[Tensor, tuple[Section, ...]]]:
+    """Yield every tensor that checkpoints hold and no gradient trains, with its section; see `parameter_sections`."""
+    for module in model.modules() if recurse else [model]:
         if isinstance(module, ParallelModule):
             for attribute, state in module.named_buffers(recurse=False):
                 if attribute in module.sections:
