@@ -3,9 +3,9 @@
 `model_tensors` lists the tensors with canonical names, which do not depend on the layout. The modules of `model/`,
 conversion, all counts and the planner derive from these descriptions.
 
-A layer is a list of sub-blocks. A sub-block is a norm and some branches (attention, MLP, experts); a branch is
+A layer is a list of sub-blocks. A sub-block is a norm and some branches (token mixer, MLP, experts); a branch is
 
-    inputs (column-parallel matrices of the normed stream)  ->  elementwise or attention  ->  output (row-parallel)
+    inputs (column-parallel matrices of the normed stream)  ->  elementwise or mixer  ->  output (row-parallel)
 
 In latent attention, some inputs make latents, whole on every rank like a key head that all ranks share; a norm and a
 column-parallel matrix follow each.

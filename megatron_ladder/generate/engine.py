@@ -18,7 +18,7 @@ from megatron_ladder.parallel.scoring import Score
 from megatron_ladder.tokenizers.kinds import Tokenizer
 
 _CAPTURED_TOKENS = 4096
-"""Smallest cache of a captured batch, in tokens of all slots together, so that few later calls need a larger one."""
+"""Least positions, of all slots together, of a captured batch, so that few later calls need a larger one."""
 
 
 class GenerationEngine:

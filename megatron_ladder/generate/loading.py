@@ -29,7 +29,7 @@ from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, Vocabulary
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.mixers.latent import LatentHeads
+from megatron_ladder.model.mixers.mixer import Heads
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
@@ -207,15 +207,15 @@ def _load_packed(model: LanguageModel, fill: Callable[..., None]) -> None:
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is packed
     as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more time than
     reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head; nor are
-    the matrices that decoding takes apart by heads. Routers compute in another element type, and experts are stacks.
+    matrices of which mixers read rows. Routers compute in another element type, and experts are stacks.
     """
     modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    by_heads = [module.kv_b_proj for module in model.modules() if isinstance(module, LatentHeads)]
+    unpacked = [matrix for module in modules if isinstance(module, Heads) for matrix in module.unpacked]
     packed = {
         module
         for module in modules
         if hasattr(module, "linear")
-        and module not in (model.embedding, *by_heads)
+        and module not in (model.embedding, *unpacked)
         and can_pack(module.get_parameter("weight").dtype)
     }
     largest = max((module.get_parameter("weight").numel() for module in packed), default=0)

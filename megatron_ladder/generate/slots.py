@@ -206,9 +206,9 @@ class SlotBatch:
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
-        cache_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
-        self._states = States.allocate(config, group.size, slots, positions, cache_dtype, self._device)
-        self._state_bytes = state_bytes(config, group.size, positions, cache_dtype.itemsize)
+        state_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
+        self._states = States.allocate(config, group.size, slots, positions, state_dtype, self._device)
+        self._state_bytes = state_bytes(config, group.size, positions, state_dtype.itemsize)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
         self._captured: tuple[StepGraph, Tensor] | None = None

@@ -30,7 +30,7 @@ class MixerBody(Body):
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         (branch,) = tensors.branches
-        self.qkv_proj = _input_projection(build, tensors)
+        self.in_proj = _input_projection(build, tensors)
         self.heads = new_heads(build, number, branch)
         self.o_proj = _output_projection(build, tensors, branch)
 
@@ -38,8 +38,8 @@ class MixerBody(Body):
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
         """See `Body`."""
-        attended = self.heads(self.qkv_proj(normed, input_gradient), context)
-        return BodyOutput(self.o_proj(attended))
+        mixed = self.heads(self.in_proj(normed, input_gradient), context)
+        return BodyOutput(self.o_proj(mixed))
 
 
 class MLP(Body):

@@ -63,7 +63,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    # torch aligns a causal mask with the first key, which would hide the cache from a single query.
+    # torch aligns a causal mask with the first key, which would hide earlier keys from a single query.
     causal = mask is None and q.shape[2] > 1
     if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the query of each head becomes

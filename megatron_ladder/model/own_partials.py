@@ -68,7 +68,7 @@ class LaneBodies(Body):
     """The bodies of a sub-block for this rank's lanes: maps their normed inputs to their parts of the output."""
 
     def __init__(self, body: type[Body], build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
-        """Build a body for each lane; `number` counts the sub-blocks with attention before this one."""
+        """Build a body for each lane; `number` counts the sub-blocks with a mixer before this one."""
         super().__init__()
         lanes = local_lanes(build.config, build.mesh.tensor.size)
         # Each lane has another gradient of its part.

@@ -1,8 +1,8 @@
 """The canonical tensors that a local parameter consists of.
 
-A parameter of a parallel layer holds slices of one or several canonical tensors (`qkv_proj.weight` holds rows of
-`q_proj.weight`, `k_proj.weight` and `v_proj.weight`). Its `Section`s describe them. Initialisation, gradient norm,
-checkpoints and conversion read the sections; nothing else knows how a parameter was sharded.
+A parameter of a parallel layer holds slices of one or several canonical tensors (`in_proj.weight` of attention holds
+rows of `q_proj.weight`, `k_proj.weight` and `v_proj.weight`). Its `Section`s describe them. Initialisation, gradient
+norm, checkpoints and conversion read the sections; nothing else knows how a parameter was sharded.
 """
 
 import hashlib

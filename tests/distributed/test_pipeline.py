@@ -45,7 +45,7 @@ def record(trainer: Trainer) -> tuple[Trainer, list[str]]:
     stack.layout = stack.mesh.stream
     for number, step in enumerate(stack.sub_blocks()):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
-        names = ("qkv_proj.weight", "gate_up_proj.weight")
+        names = ("in_proj.weight", "gate_up_proj.weight")
         first = next(parameter for name, parameter in step.body.named_parameters() if name.endswith(names))
         first.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
     return replace(trainer, mesh=replace(trainer.mesh, tensor=group)), group.events

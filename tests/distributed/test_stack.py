@@ -76,7 +76,7 @@ def stack_events(
         hook.remove()
         step.norm.register_forward_pre_hook(lambda *_, name=f"B{number}": group.events.append(name))
         for path, parameter in step.body.named_parameters():
-            is_first = path.removeprefix("lanes.0.") in ("qkv_proj.weight", "gate_up_proj.weight")
+            is_first = path.removeprefix("lanes.0.") in ("in_proj.weight", "gate_up_proj.weight")
             if is_first and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=f"D{number}": group.events.append(name))
     output.sum().backward()

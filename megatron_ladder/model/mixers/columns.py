@@ -146,7 +146,7 @@ class FilledColumns(NamedTuple):
     key_starts: Tensor
     """[b kv_heads/t + 1] int32: its first row among the columns of all heads."""
     pages: Tensor
-    """[b kv_heads/t, 1] int32: its columns are one page of the cache."""
+    """[b kv_heads/t, 1] int32: its columns are one page."""
     filled: Tensor
     """[b kv_heads/t] int32, the number of filled columns."""
 

@@ -49,6 +49,7 @@ class LatentHeads(AttentionHeads):
         self.q_b_proj = expansion("q_b") if config.q_lora_rank else None
         self.kv_a_norm = norm("kv_a")
         self.kv_b_proj = expansion("kv_b")
+        self.unpacked = (self.kv_b_proj,)
 
     def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:
         if states.lengths is not None:

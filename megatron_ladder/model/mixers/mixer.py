@@ -69,6 +69,8 @@ class Heads(ParallelModule):
         self.number = number
         self.widths = tuple(matrix.weight.width(self.group.size) for matrix in branch.inputs.values())
         """Columns of each input on this rank."""
+        self.unpacked: Sequence[ParallelModule] = ()
+        """Modules of which it also reads single rows, so that generation must not pack their matrices."""
 
     def prepare(self, context: SequenceContext) -> Any:
         """Return, as a NamedTuple, what depends on positions and states, but is the same in all layers of the mixer."""

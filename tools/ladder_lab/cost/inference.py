@@ -8,7 +8,7 @@ assumed, so that no launch is visible. Attention is one of
     expanded    the authors' program: reads keys and values for each query head, which costs as many times more as
                 query heads share them, and in prefill moves its scores through memory `SCORE_PASSES` times
 
-A sub-block of a decode step reads its matrices and its part of the cache, or computes its products if that takes
+A sub-block of a decode step reads its matrices and the states of its mixer, or computes its products if that takes
 longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
 constants of kernels are those of an H100 and are assumed to hold for all GPUs.
 
@@ -33,7 +33,7 @@ from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, laye
 from megatron_ladder.blueprint.wiring import BranchKind
 
 BYTES = 2
-"""Size of a bf16 number: activations, cache, embedding and head."""
+"""Size of a bf16 number: activations, states, embedding and head."""
 
 
 @dataclass(frozen=True)

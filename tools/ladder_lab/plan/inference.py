@@ -15,7 +15,7 @@ from megatron_ladder.blueprint.model_flags import parse_layers
 from megatron_ladder.errors import UserError, raise_user_errors, size_text
 
 USABLE_MEMORY = 0.9
-"""Share of a GPU's memory for weights and cache; the rest is for activations, CUDA and NCCL."""
+"""Share of a GPU's memory for weights and states; the rest is for activations, CUDA and NCCL."""
 
 
 @dataclass(frozen=True)
