@@ -15,8 +15,8 @@ class ModelFlops:
     A multiply-add is two operations. Only matrix products count; norms, rotary embedding, softmax and activations are
     left out, as is usual. These are the FLOPs of the mathematics: forward once, backward twice as much (a product's
     gradient is two products), attention over the full [s, s] score matrix, as in PaLM (arXiv 2204.02311, appendix B)
-    and Megatron-LM (arXiv 2104.04473, appendix), although half of it is masked. Recomputation and the wiring change
-    none of these.
+    and Megatron-LM (arXiv 2104.04473, appendix), although half of it is masked, and with a window of W positions over
+    [s, W]. Recomputation and the wiring change none of these.
     """
 
     model: ModelConfig

@@ -52,7 +52,7 @@ MODELS = {
     # Windows are longer and shorter than many documents, and layers with and without them alternate irregularly.
     "windows": f"{_SIZES} --residual-mode ladder-parallel --window-size 6 --window-attn-skip-freq 3",
     "sinks": f"{_SIZES} --residual-mode ladder --ladder-layers 4 --window-size 3,0 --window-layers 0,2,5 "
-    "--softmax-type learnable --qk-layernorm",
+    "--softmax-type learnable",
     "distilled": f"{_SIZES} --distill-from {{corpus}}/teacher --distill-weight 0.7 --distill-temperature 2 "
     "--z-loss-coeff 0.02",
 }

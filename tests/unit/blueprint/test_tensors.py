@@ -82,6 +82,19 @@ def test_operations_are_those_that_torch_counts(heads: tuple[int, int], length: 
     assert flops.training == counted(other, tokens, backward=True)
 
 
+def test_windows_limit_the_operations_of_attention() -> None:
+    windowed = replace(SMALL, window_size=5, window_layers=(0,))
+    for length, hidden in ((3, 0), (5, 0), (17, 12)):
+        first, *others = ModelFlops(windowed, length).layers
+        whole, *same = ModelFlops(SMALL, length).layers
+        assert whole - first == 4 * length * hidden * SMALL.num_attention_heads * SMALL.head_dim and others == same
+    # Kernels skip what no query sees.
+    mixer = replace(windowed, window_size=512).mixer_of(0)
+    seen = [min(position, 512) for position in range(1, 4097)]
+    assert mixer.causal_positions(4096) == pytest.approx(sum(seen) / 4096, rel=2e-3)
+    assert mixer.causal_positions(256) == 128
+
+
 def sizes(ranges: list[range]) -> list[int]:
     assert [r.start for r in ranges] == [0, *(r.stop for r in ranges[:-1])]
     return [len(r) for r in ranges]
