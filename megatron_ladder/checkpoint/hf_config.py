@@ -126,13 +126,15 @@ def _windows(
     """Return the fields of windows; without `layer_types`, every second layer of gpt-oss has one, from the first on."""
     row, count = TYPES[model_type], read.num_hidden_layers
     kinds: Sequence[str] = read.layer_types or []
-    if "layer_types" not in row.keys:
-        if window is not None and _has_windows(model_type, read):
+    if row.windows:
+        kinds = _plain_windows(model_type, window, read, errors)
+    elif "layer_types" not in row.keys:
+        if window is not None and (model_type == "mixtral" or read.use_sliding_window):
             errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
         if "sliding_attention" in kinds:
             errors.append((f"layer_types[{kinds.index('sliding_attention')}]", "sliding_attention", "'full_attention'"))
         return {}
-    if read.layer_types is None and row.sliding_window is not None:
+    elif read.layer_types is None and row.sliding_window is not None:
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(count)]
     if len(kinds) != count and (kinds or window):
         errors.append(("layer_types", read.layer_types, f"one for each of {count} layers"))
@@ -145,14 +147,22 @@ def _windows(
     return {"window_size": window if layers else 0, "window_layers": layers}
 
 
-def _has_windows(model_type: str, read: HFKeys) -> bool:
-    """Return whether a model with a `sliding_window` has layers that use it."""
-    if model_type == "dots1":
-        # All layers that are listed in layer_types are without windows.
-        first = 62 if read.max_window_layers is None else read.max_window_layers
-        return read.layer_types is None and first < read.num_hidden_layers
-    # Qwen's window does not count without use_sliding_window.
-    return model_type in ("mistral", "mixtral") or bool(read.use_sliding_window)
+def _plain_windows(model_type: str, window: int | None, read: HFKeys, errors: KeyErrors) -> Sequence[str]:
+    """Return the kinds of the layers of a type with `windows`, as transformers completes them."""
+    row, count, listed = TYPES[model_type], read.num_hidden_layers, read.layer_types
+    if "use_sliding_window" in row.constants and not read.use_sliding_window:
+        window = None
+        if "sliding_attention" in (listed or ()):
+            errors.append(("use_sliding_window", False, "true, since layer_types has sliding_attention"))
+            listed = None
+    if row.windows == "upper" and listed is not None:
+        return listed
+    first = read.max_window_layers if row.windows == "upper" else 0
+    unwindowed = count if window is None or first is None else min(first, count)
+    kinds = ["full_attention"] * unwindowed + ["sliding_attention"] * (count - unwindowed)
+    if listed not in (None, kinds):
+        errors.append(("layer_types", listed, f"{kinds[0]} in all layers of a {model_type} model with this window"))
+    return kinds
 
 
 def _unsupported(model_type: str, given: Mapping[str, Any]) -> KeyErrors:
@@ -381,6 +391,11 @@ def hf_config(
     values["sliding_window"] = model.window_size or row.sliding_window
     if values["sliding_window"] is None:
         absent.update(WINDOWS)
+    windows = {}
+    if row.windows and model.window_size:
+        values |= {"use_sliding_window": True, "max_window_layers": model.window_layers[0]}
+        keys = ("max_window_layers", "layer_types") if row.windows == "upper" else ()
+        windows = {key: values[key] for key in (*row.constants, *keys)}
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
@@ -401,6 +416,7 @@ def hf_config(
         **row.same,
         **{key: values[key] for key in row.experts if model.moe_layers and key not in absent},
         **row.constants,
+        **windows,
         **{key: values[key] for key in row.keys if key not in absent},
     }
 

@@ -5,7 +5,7 @@ This module needs only the standard library, because `--help` lists the types.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 OWN_TYPE = "megatron_ladder"
 """`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
@@ -150,6 +150,9 @@ class _Type:
     """Values of fields in all models of the type that have experts."""
     sliding_window: int | None = 4096
     """The default of the key."""
+    windows: Literal["all", "upper"] | None = None
+    """Layers with the `sliding_window` in a type whose `constants` are keys of models without windows: all, or those
+    from `max_window_layers` on, unless `layer_types` lists others. None for a type that has none, or lists them."""
     rope_theta: float = 1e4
     """The default of the key."""
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -185,6 +188,8 @@ _QWEN3 = _Type(
     keys=("attention_bias",),
     has_output_bias=True,
     fixed={"qk_layernorm": True},
+    windows="upper",
+    defaults={"max_window_layers": 28},
 )
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _MIXTRAL_NAMES = (
@@ -213,8 +218,14 @@ _DEEPSEEK_V3 = _Type(
 )
 TYPES = {
     "llama": _LLAMA,
-    "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW),
-    "qwen2": _Type(architecture="Qwen2ForCausalLM", constants=_UNUSED_WINDOW, fixed={"add_qkv_bias": True}),
+    "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW, windows="all"),
+    "qwen2": _Type(
+        architecture="Qwen2ForCausalLM",
+        constants=_UNUSED_WINDOW,
+        fixed={"add_qkv_bias": True},
+        windows="upper",
+        defaults={"max_window_layers": 28},
+    ),
     "qwen3": _QWEN3,
     "mixtral": _Type(
         architecture="MixtralForCausalLM",
@@ -229,6 +240,7 @@ TYPES = {
         architecture="Qwen3MoeForCausalLM",
         required=("num_key_value_heads",),
         experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
+        windows=None,
     ),
     "glm4_moe": _Type(
         architecture="Glm4MoeForCausalLM",
@@ -288,6 +300,8 @@ TYPES = {
         has_output_bias=True,
         fixed={"qk_layernorm": True},
         fixed_with_experts=_SIGMOID,
+        windows="upper",
+        defaults={"max_window_layers": 62},
         optional=GROUPS,
         needs_source=True,
     ),

@@ -17,11 +17,11 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.hugging_face import hf_name
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces, gradient_pieces, mesh_of, run_chain
-from tests.unit.convert import test_gpt_oss, test_latent_types, test_routed_types
+from tests.unit.convert import test_gpt_oss, test_latent_types, test_routed_types, test_window_types
 from tests.unit.convert.saved_models import save_model
 
 GPT_OSS = {name: ("gpt_oss", test_gpt_oss.CASES[name]) for name in ("alternating windows", "tied")}
-CASES = test_latent_types.CASES | test_routed_types.CASES | GPT_OSS
+CASES = test_latent_types.CASES | test_routed_types.CASES | test_window_types.CASES | GPT_OSS
 TOLERANCE = 1e-5
 FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
 """For models of three heads on two and four ranks."""
@@ -81,7 +81,7 @@ def cases() -> list[Any]:
         has_three = changes.get("num_attention_heads") == 3
         layouts = [Layout(ranks) for ranks in ((1, 2, 3, 4) if has_three else (1, 2, 4))]
         quick = 2 if has_three else 1 + index % 2
-        if kind in ("hy_v3", "dots1", "solar_open", "youtu", "gpt_oss"):
+        if kind in ("hy_v3", "dots1", "solar_open", "youtu", "gpt_oss", "mistral", "qwen2", "qwen3"):
             layouts.append(Layout(layouts[quick].ranks, is_sharded=True))
             # Stages would share a tied matrix.
             if not changes.get("tie_word_embeddings"):

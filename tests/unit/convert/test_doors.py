@@ -291,16 +291,17 @@ ODD: dict[str, Odd] = {
     "as many key-value heads, by default": Odd(build={"num_key_value_heads": 4}, config={"num_key_value_heads": ...}),
     "three key-value heads": refused("is not divisible by num_key_value_heads 3", config={"num_key_value_heads": 3}),
     "other activation": refused("hidden_act: found 'gelu'", config={"hidden_act": "gelu"}),
-    "a window": refused("sliding_window: found 8, expected null", kind="mistral", config={"sliding_window": 8}),
-    "no window, by default one": refused("sliding_window: found 4096", kind="mistral", config={"sliding_window": ...}),
+    "a window": Odd(kind="mistral", config={"sliding_window": 8}),
+    "no window, by default one": Odd(kind="mistral", config={"sliding_window": ...}),
     "an unused window": Odd(
         kind="qwen2", config={"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
     ),
-    "a used window": refused(
-        "sliding_window: found 8", kind="qwen2", config={"sliding_window": 8, "use_sliding_window": True}
+    "a used window": Odd(
+        kind="qwen2",
+        config={"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ...},
     ),
     "kinds of layers": refused(
-        "layer_types[1]: found 'sliding_attention'",
+        "use_sliding_window: found False",
         kind="qwen3",
         config={"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
     ),

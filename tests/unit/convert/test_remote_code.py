@@ -169,7 +169,6 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types[1]: found 'sliding_attention', expected 'full_attention'",
         ),
-        ({"model_type": "mistral"}, "sliding_window: found 4096, expected null"),
         ({"model_type": "qwen3"}, "head_dim: found nothing"),
         ({"rope_scaling": LLAMA31["rope_scaling"] | {"type": "linear"}}, "rope_scaling.type: found 'linear'"),
         ({"original_max_position_embeddings": 4096}, "found '4096 and 8192', expected one number"),

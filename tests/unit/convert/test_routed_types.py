@@ -256,8 +256,6 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (without(HY3, "router_scaling_factor"), "router_scaling_factor: found nothing"),
         (without(HY3, "head_dim"), "head_dim: found nothing"),
         (DOTS | {"scoring_func": "softmax"}, "scoring_func: found 'softmax', expected 'sigmoid'"),
-        (DOTS | {"max_window_layers": 61}, "sliding_window: found 4096, expected null"),
-        (DOTS | {"layer_types": ["sliding_attention"] * 62}, "layer_types[0]: found 'sliding_attention'"),
         (DOTS | {"n_group": 3}, "n_group 3: n_routed_experts 128 has no groups of 2"),
         (SOLAR | {"first_k_dense_replace": 1}, "first_k_dense_replace: found 1, expected 0"),
         (SOLAR | {"use_qk_norm": True}, "use_qk_norm: found True, expected False"),
@@ -276,6 +274,7 @@ def test_windows_that_no_layer_has_do_not_count() -> None:
     assert dots == model_config_from_hf(DOTS | {"max_window_layers": None}) == model_config_from_hf(DOTS | ONE_GROUP)
     listed = {"layer_types": ["full_attention"] * 62, "max_window_layers": 0}
     assert dots == model_config_from_hf(DOTS | listed) == model_config_from_hf(DOTS | {"sliding_window": None})
+    assert model_config_from_hf(DOTS | {"max_window_layers": 61}).window_layers == (61,)
 
 
 def test_keys_that_transformers_does_not_have_are_optional(tmp_path: Path) -> None:
