@@ -18,6 +18,8 @@ class ModelTraits:
 
     norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",), above=0)
     """Term added to the mean square in RMSNorm."""
+    apply_layernorm_1p: bool = False
+    """Multiply in RMSNorm by 1 + weight, which starts at 0, as in Qwen3-Next; norms of latents multiply by weight."""
     rotary_base: float = flag(10000.0, aliases=("--rope-theta",), above=0)
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -88,6 +90,8 @@ class ModelTraits:
     """Experts of each token; to train with 1, add --moe-router-unnormalized."""
     moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="num_experts")
     """Width of the expert that every token uses; 0: there is none."""
+    moe_shared_expert_gate: bool = flag(False, requires="moe_shared_expert_intermediate_size")
+    """Multiply that expert's output by the sigmoid of one number, a projection of its input."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="num_experts")
     """Function that maps the router's logits to scores: over all experts, or for each expert."""
     moe_router_unnormalized: bool = flag(False, requires="num_experts")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,8 @@ class TensorSpec:
     """Initial mean."""
     std: float = 0.0
     """Initial standard deviation; 0 means constant."""
+    offset: float = 0.0
+    """What a norm adds to its weight before it multiplies."""
 
     @property
     def numel(self) -> int:
@@ -123,7 +125,8 @@ class Branch:
     mixer: "Mixer | None" = None
     """The mixer that it belongs to."""
     inner: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What a mixer computes with between its inputs and its output: norms of heads or latents."""
+    """What a mixer computes with between its inputs and its output: norms of heads or latents. For a shared expert: the
+    `gate` of its output."""
     expansions: Mapping[str, Matrix] = field(default_factory=dict)
     """Column-parallel matrices of normed latents."""
     router: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -175,3 +178,12 @@ def row(name: str, columns: int, config: "ModelConfig", bias: bool, block: int =
 
 def whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
     return TensorSpec(name, (size,), Role.VECTOR, block=size, mean=mean)
+
+
+def norm_weight(name: str, size: int, config: "ModelConfig", ranks: int | None = None) -> TensorSpec:
+    """Return the weight of a norm that multiplies by 1 in the beginning, with a row for each of so many ranks."""
+    offset = 1.0 if config.apply_layernorm_1p else 0.0
+    spec = whole(name, size, mean=1.0 - offset)
+    if ranks is not None:
+        spec = replace(spec, shape=(ranks, size), sharded_dim=0, block=1)
+    return replace(spec, offset=offset)

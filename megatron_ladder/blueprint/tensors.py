@@ -21,7 +21,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.specs import ROWS_PER_BLOCK, Branch, Matrix, Role, TensorSpec, column, row, whole
+from megatron_ladder.blueprint.specs import (
+    ROWS_PER_BLOCK,
+    Branch,
+    Matrix,
+    Role,
+    TensorSpec,
+    column,
+    norm_weight,
+    row,
+    whole,
+)
 from megatron_ladder.blueprint.wiring import BRANCH_KINDS, BranchKind, WiredSubBlock
 
 
@@ -69,6 +79,15 @@ def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
     return Branch(BranchKind.MLP, inputs, row(f"{name}.down_proj", width, config, bias))
 
 
+def _shared_expert(config: ModelConfig, name: str) -> Branch:
+    mlp = _mlp(config, name, config.moe_shared_expert_intermediate_size)
+    if not config.moe_shared_expert_gate:
+        return mlp
+    # Like a key head that all ranks share.
+    gate = column(f"{name}_gate", 1, config, False, heads=1)
+    return replace(mlp, inner={"gate": gate.weight})
+
+
 def _experts(config: ModelConfig, name: str) -> Branch:
     count, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
     expert = _mlp(replace(config, add_mlp_bias=config.add_moe_bias), name, width)
@@ -103,9 +122,8 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
         case BranchKind.EXPERTS:
             return _experts(config, name)
         case BranchKind.MLP:
-            is_shared = which == "shared_expert"
-            return _mlp(
-                config, name, config.moe_shared_expert_intermediate_size if is_shared else config.ffn_hidden_size
+            return (
+                _shared_expert(config, name) if which == "shared_expert" else _mlp(config, name, config.ffn_hidden_size)
             )
         case BranchKind.MIXER:
             return config.mixer_of(layer).branch(name)
@@ -114,11 +132,7 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
     """A norm that reads per-rank streams has one row per rank."""
     name = f"layers.{layer}.{wired.kind.norm}.weight"
-    hidden = config.hidden_size
-    if wired.reads_shared:
-        return whole(name, hidden, mean=1.0)
-    assert config.desync_tp is not None
-    return TensorSpec(name, (config.desync_tp, hidden), Role.VECTOR, 0, mean=1.0)
+    return norm_weight(name, config.hidden_size, config, None if wired.reads_shared else config.desync_tp)
 
 
 @lru_cache(maxsize=16)
@@ -159,7 +173,7 @@ def head_tensor(config: ModelConfig) -> TensorSpec:
 
 def final_norm_tensor(config: ModelConfig) -> TensorSpec:
     """Return the weight of the norm before the head."""
-    return whole("final_norm.weight", config.hidden_size, mean=1.0)
+    return norm_weight("final_norm.weight", config.hidden_size, config)
 
 
 def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:

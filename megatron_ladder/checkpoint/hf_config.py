@@ -89,7 +89,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
+        **_windows(model_type, config.get("sliding_window", row.sliding_window) or None, read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
         **_wiring(model_type, read, layers, errors),

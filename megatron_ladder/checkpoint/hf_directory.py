@@ -58,6 +58,7 @@ _PARTS = (
     (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
     (".experts.", ".mlp.experts."),
     (".shared_expert.", ".mlp.shared_experts."),
+    (".shared_expert_gate.", ".mlp.shared_expert_gate."),
 )
 """Canonical part of a name, and the part in transformers' Llama, Qwen, GLM, DeepSeek and ours; the rest is the same."""
 

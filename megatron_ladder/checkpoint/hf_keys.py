@@ -51,6 +51,7 @@ class HFKeys(Struct):
     hidden_act: Literal["silu", "swish"] = "silu"
     tie_word_embeddings: Annotated[bool | None, "tie_embeddings"] = None
     attention_bias: Annotated[bool | None, "add_qkv_bias"] = None
+    qkv_bias: bool | None = None
     attention_output_bias: Annotated[bool | None, "add_attention_output_bias"] = None
     mlp_bias: Annotated[bool | None, "add_mlp_bias"] = None
     moe_bias: Annotated[bool | None, "add_moe_bias"] = None
@@ -59,8 +60,9 @@ class HFKeys(Struct):
     swiglu_alpha: float | None = None
     glu_linear_offset: float | None = None
     qk_norm: Annotated[bool | None, "qk_layernorm"] = None
+    zero_centered_gamma: Annotated[bool | None, "apply_layernorm_1p"] = None
     final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
-    sliding_window: Annotated[_Size | None, "window_size"] = None
+    sliding_window: Annotated[_Count | None, "window_size"] = None
     use_sliding_window: bool | None = None
     max_window_layers: _Count | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
@@ -78,6 +80,7 @@ class HFKeys(Struct):
     expert_hidden_dim: Annotated[_Size | None, "moe_ffn_hidden_size"] = None
     moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
     shared_expert_intermediate_size: Annotated[_Count | None, "moe_shared_expert_intermediate_size"] = None
+    gated_shared_expert: Annotated[bool | None, "moe_shared_expert_gate"] = None
     n_shared_experts: _Count | None = None
     num_shared_experts: _Size | None = None
     scoring_func: Annotated[Literal["softmax", "sigmoid", "noaux_tc"] | None, "moe_router_score_function"] = None
@@ -155,5 +158,5 @@ ROPE_FIELDS = {
 """`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
 OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 UNUSUAL_KEYS: tuple[str, ...] = ("moe_bias", "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset")
-UNUSUAL_KEYS += ("softmax_type",)
+UNUSUAL_KEYS += ("zero_centered_gamma", "gated_shared_expert", "softmax_type")
 """Keys that are written only for values that are not the defaults of their fields."""

@@ -96,7 +96,6 @@ UNREADABLE: dict[str, tuple[str, ...]] = {
     "phi3": ("queries, keys and values in one tensor", _FUSED),
     "phimoe": (_LAYER_NORM, "a sparse mixer of experts"),
     "qwen2_5_vl": (_IMAGES,),
-    "qwen2_moe": (_SHARED_GATE,),
     "qwen2_vl": (_IMAGES,),
     "qwen3_5": (_LINEAR, _IMAGES),
     "qwen3_5_moe": (_LINEAR, _SHARED_GATE, _IMAGES),
@@ -199,6 +198,7 @@ _MIXTRAL_NAMES = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
+_SHARED_EXPERT_NAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 _HY_NAMES = (
     (".mlp.gate.weight", ".mlp.router.gate.weight"),
     (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
@@ -241,6 +241,15 @@ TYPES = {
         required=("num_key_value_heads",),
         experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
         windows=None,
+    ),
+    "qwen2_moe": _Type(
+        architecture="Qwen2MoeForCausalLM",
+        experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers", "shared_expert_intermediate_size"),
+        constants=_UNUSED_WINDOW,
+        same={"qkv_bias": True},
+        fixed={"add_qkv_bias": True},
+        fixed_with_experts={"moe_shared_expert_gate": True},
+        names=_SHARED_EXPERT_NAMES,
     ),
     "glm4_moe": _Type(
         architecture="Glm4MoeForCausalLM",
@@ -351,7 +360,16 @@ TYPES = {
     ),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
-        experts=("num_experts", *_EXPERTS, *_SCORES, *GROUPS, "norm_topk_prob", "expert_layers", "moe_bias"),
+        experts=(
+            "num_experts",
+            *_EXPERTS,
+            *_SCORES,
+            *GROUPS,
+            "norm_topk_prob",
+            "expert_layers",
+            "moe_bias",
+            "gated_shared_expert",
+        ),
         constants={
             "auto_map": {
                 "AutoConfig": f"configuration_{OWN_TYPE}.MegatronLadderConfig",
@@ -363,7 +381,7 @@ TYPES = {
         keys=(
             *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
             *(*LATENT, "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset"),
-            *(*WINDOWS, "softmax_type"),
+            *(*WINDOWS, "softmax_type", "zero_centered_gamma"),
         ),
         sliding_window=None,
         partial_rotary_factor=1.0,

@@ -48,7 +48,7 @@ _RULES = {
     "the activation is SwiGLU, or with --quick-geglu another gated one: leave it out": """
         --openai-gelu --squared-relu --use-te-activation-func --use-fused-weighted-squared-relu""",
     "norms are RMSNorm before each sub-block, in the precision of the run: leave it out": """
-        --apply-layernorm-1p --apply-residual-connection-post-layernorm --fp32-residual-connection
+        --apply-residual-connection-post-layernorm --fp32-residual-connection
         --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
     "a query sees all tokens before it, or those of its document with --reset-attention-mask: other models are not "
     "supported": """
@@ -106,7 +106,7 @@ _RULES = {
         --use-tutel --moe-*interleave-size --moe-*paged-stash*
         --moe-pad-experts-for-cuda-graph-inference --moe-router-padding-for-*""",
     "docs/moe.md describes the experts": """
-        --moe-shared-expert-gate --moe-latent-size --moe-input-jitter-eps --moe-router-force-*
+        --moe-latent-size --moe-input-jitter-eps --moe-router-force-*
         --moe-router-quantile-* --moe-enable-routing-replay --moe-routing-trace-* --moe-per-layer-logging
         --moe-use-upcycling --moe-upcycling-*""",
     # Precision.

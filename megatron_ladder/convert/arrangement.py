@@ -3,7 +3,7 @@
 With own partials, lane k reads its own parts of the outputs in flight and misses the other lanes' parts. A unit (a
 key-value head with its query heads, or a neuron) should therefore be in the lane of the units that it affects the most.
 With z_u the activations of unit u, O_u the columns of the output matrix that they are multiplied with, and W_v the rows
-of the input matrices of unit v, the effect of u on v in a sub-block whose norm has the weight g and divides by rms is
+of the input matrices of unit v, the effect of u on v in a sub-block whose norm has the factor g and divides by rms is
 
     E |W_v diag(g) O_u z_u|^2 E[1 / rms^2] = tr(S_u M M^T) E[1 / rms^2]    S_u = E[z_u z_u^T],  M = O_u^T diag(g) W_v^T
 
@@ -57,7 +57,7 @@ class _Units:
     """The units of one branch of a sub-block."""
 
     def __init__(self, branch: Branch, norm: Tensor, epsilon: float, weights: Mapping[str, Tensor], lanes: int) -> None:
-        """`norm` is the weight of the norm [h], and `epsilon` what it adds to mean squares; `weights` are by name."""
+        """`norm` is the factor of the norm [h], and `epsilon` what it adds to mean squares; `weights` are by name."""
         self.branch = branch
         self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs.values())
         self.lanes: NDArray[np.int64] = np.arange(self.count) * lanes // self.count
@@ -192,7 +192,7 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
     hooks = list[Any]()
     by_sub_block = list[list[_Units]]()
     for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
-        norm = weights[tensors.norm.name]
+        norm = weights[tensors.norm.name] + tensors.norm.offset
         branches = [_Units(branch, norm, target.norm_epsilon, weights, target.lanes) for branch in tensors.branches]
         for units in branches:
             output = outputs[units.branch.output.weight.name]

@@ -3,9 +3,12 @@
 Layouts: hidden_states [s, b, h]; MLP inner [s, b, ffn/t].
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.specs import Branch
+from megatron_ladder.blueprint.specs import Branch, Matrix
 from megatron_ladder.blueprint.tensors import SubBlockTensors
 from megatron_ladder.model.mixers.table import new_heads
 from megatron_ladder.model.operations import BuildContext
@@ -15,7 +18,10 @@ from megatron_ladder.parallel.products import InputGradient
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
-    matrices = [matrix for branch in tensors.branches for matrix in branch.inputs.values()]
+    return _column(build, [matrix for branch in tensors.branches for matrix in branch.inputs.values()])
+
+
+def _column(build: BuildContext, matrices: Sequence[Matrix]) -> ColumnParallelLinear:
     is_shared = build.config.wiring.stream == "shared"
     return ColumnParallelLinear(matrices, build, sum_input_gradient=is_shared and build.mesh.stream.shards == 1)
 
@@ -43,7 +49,11 @@ class MixerBody(Body):
 
 
 class MLP(Body):
-    """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
+    """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection.
+
+    A shared expert may have another gate, one number for each token, which every rank computes. As the rank multiplies
+    its part of the output by it, its gradient of the gate's weight is a partial sum.
+    """
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
@@ -51,13 +61,17 @@ class MLP(Body):
         (branch,) = tensors.branches
         self.gate_up_proj = _input_projection(build, tensors)
         self.down_proj = _output_projection(build, tensors, branch)
+        self.output_gate = _column(build, [Matrix(branch.inner["gate"], None)]) if "gate" in branch.inner else None
 
     def forward(
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
         """See `Body`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
-        return BodyOutput(self.down_proj(inner))
+        partial = self.down_proj(inner)
+        if self.output_gate is not None:
+            partial = partial * torch.sigmoid(self.output_gate(normed, input_gradient))
+        return BodyOutput(partial)
 
 
 class MixerMLP(Body):

@@ -1,6 +1,8 @@
 """RMSNorm over the last dimension.
 
-    y = x / sqrt(mean(x^2) + epsilon) * weight           (mean in fp32 at least)
+    y = x / sqrt(mean(x^2) + epsilon) * (offset + weight)           (mean in fp32 at least)
+
+The offset is 0, or 1 in models whose weights start at 0 (`apply_layernorm_1p`).
 
 The weight [n] is the same on every tensor-parallel rank. Its gradient is complete on every rank if all ranks normalise
 the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, or
@@ -32,6 +34,7 @@ class RMSNorm(ParallelModule):
         super().__init__(build)
         self.operations = build.operations
         self.epsilon = build.config.norm_epsilon if epsilon is None else epsilon
+        self.offset = tensor.offset
         self.add_parameter("weight", [tensor], build, own_input or build.mesh.stream.shards > 1)
 
     def forward(
@@ -50,5 +53,5 @@ class RMSNorm(ParallelModule):
             weight = self.weight if stand_in is None else stand_in(self.weight)
         weight = weight.flatten()
         if output is None:
-            return self.operations.norm(x, weight, self.epsilon)
-        return self.operations.add_norm(x, output, weight, self.epsilon)
+            return self.operations.norm(x, weight, self.epsilon, self.offset)
+        return self.operations.add_norm(x, output, weight, self.epsilon, self.offset)

@@ -37,11 +37,24 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
+def _norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, norm: NormFunction = _rms_norm) -> Tensor:
+    """Multiply by offset + weight, which needs fp32: near 1, neighbouring numbers of bfloat16 differ by 1/128."""
+    if not offset:
+        return norm(x, weight, epsilon)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return norm(x.to(wide), offset + weight.to(wide), epsilon).to(x.dtype)
+
+
 def _add_norm(
-    stream: Tensor, output: Tensor, weight: Tensor, epsilon: float, norm: NormFunction = _rms_norm
+    stream: Tensor,
+    output: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    offset: float = 0.0,
+    norm: NormFunction = _rms_norm,
 ) -> tuple[Tensor, Tensor]:
     total = stream + output
-    return total, norm(total, weight, epsilon)
+    return total, _norm(total, weight, epsilon, offset, norm)
 
 
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -97,9 +110,10 @@ def _unchanged(operation: Callable[..., Any], projections: int) -> Callable[...,
 class Operations:
     """The replaceable operations of a model; the defaults are torch's own."""
 
-    norm: NormFunction = _rms_norm
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _add_norm
-    """(stream, output, weight, epsilon) -> their sum and its norm."""
+    norm: Callable[..., Tensor] = _norm
+    """(x [..., n], weight [n], epsilon, offset of the weight) -> [..., n]."""
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = _add_norm
+    """(stream, output, weight, epsilon, offset of the weight) -> their sum and its norm."""
     of_heads: Callable[[Callable[..., Any], int], Callable[..., Any]] = _unchanged
     """Wraps an elementwise operation of a mixer, of whose arguments so many, from the first on, are its projections."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = _attend
@@ -151,7 +165,7 @@ class BuildContext(Placement):
 
 def with_norm(norm: NormFunction) -> Operations:
     """Return torch's operations with another norm."""
-    return Operations(norm, partial(_add_norm, norm=norm))
+    return Operations(partial(_norm, norm=norm), partial(_add_norm, norm=norm))
 
 
 def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:

@@ -55,7 +55,7 @@ def gradients_and_events(
             (LADDER, StackOptions(recompute_layers=3), False),
             (HYBRID, StackOptions(tp_overlap=False, recompute_layers=2), False),
             (PARALLEL, StackOptions(), False),
-            (LADDER | {"qk_layernorm": True}, StackOptions(recompute_layers=2), True),
+            (LADDER | {"qk_layernorm": True, "apply_layernorm_1p": True}, StackOptions(recompute_layers=2), True),
             ({}, StackOptions(mirrored_backward=False), False),
             (GATED_LATENT, StackOptions(recompute_layers=2), True),
         ],

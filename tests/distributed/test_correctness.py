@@ -76,8 +76,10 @@ GPT_OSS: dict[str, Any] = {
 }
 """Its gates are often above the bound, and some of what they multiply is on each side of it."""
 SHARED = GLM | {"moe_layers": ALL, "moe_router_unnormalized": True, "moe_router_score_function": "softmax"}
+SHARED["moe_shared_expert_gate"] = True
 SHARED_BIASED = {
     "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
     "moe_router_unnormalized": True,
     "moe_router_topk_scaling_factor": 1.5,
     "add_mlp_bias": True,
@@ -119,6 +121,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwen": {
         "add_qkv_bias": True,
         "qk_layernorm": True,
+        "apply_layernorm_1p": True,
         "num_key_value_heads": 1,
         "rope_scaling": "yarn",
         "rope_scaling_factor": 8.0,
@@ -148,14 +151,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 LATENT = LATENT_WIDTHS | {"qk_layernorm": False, "rotary_percent": 1.0}
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "grouped": {},
-    "gated": {"attention_output_gate": True},
+    "gated": {"attention_output_gate": True, "apply_layernorm_1p": True},
     "windows": {"window_size": 4, "window_layers": (0, 2, 3)},
     "sinks": {"window_size": 3, "window_layers": (1, 2), "softmax_type": "learnable", "attention_output_gate": True},
     "latent": LATENT | {"norm_epsilon": 0.05},
     "latent-queries": LATENT
     | {"q_lora_rank": 9, "v_head_dim": 13, "attention_output_gate": True, "add_qkv_bias": True}
     | {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 16}
-    | {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2},
+    | {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2, "apply_layernorm_1p": True},
 }
 """Kinds of attention. Values of latent ones are narrower or wider than their keys."""
 LAYOUTS = {"tp1": (1, ""), "tp2": (2, ""), "tp2-ahead": (2, "ahead"), "tp4-sharded": (4, "sharded")}

@@ -63,6 +63,7 @@ def random_case(seed: int, ranks: int) -> Case:
         ladder_layers=tuple(range(layers)),
         lanes=lanes,
         qk_layernorm=lanes <= ranks and dice.random() < 0.5,
+        apply_layernorm_1p=seed % 2 == 0,
         **sizes,
     )
     ends = list(accumulate(map(len, config.wired_layers), initial=0))

@@ -33,6 +33,7 @@ def hf_name(name: str) -> str:
         (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
         (".experts.", ".mlp.experts."),
         (".shared_expert.", ".mlp.shared_experts."),
+        (".shared_expert_gate.", ".mlp.shared_expert_gate."),
     ):
         name = name.replace(ours, theirs)
     return name

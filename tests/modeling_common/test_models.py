@@ -53,7 +53,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
 }
 WIRINGS["hybrid"] = {"ladder_layers": [0], "final_logit_softcapping": 5.0, "qk_norm": True, "attention_bias": True}
 WIRINGS["staleness 2"] = {"ladder_layers": 2, "residual_staleness": 2}
-WIRINGS["gated"] = {"ladder_layers": [0], "gated_attention": True, "qk_norm": True}
+WIRINGS["gated"] = {"ladder_layers": [0], "gated_attention": True, "qk_norm": True, "zero_centered_gamma": True}
 WIRINGS["latent"] = WIRINGS["farskip"] | {
     **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     **{"num_key_value_heads": 4, "gated_attention": True},

@@ -139,6 +139,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + epsilon) * weight
 
 
+def model_norm(x: Tensor, weight: Tensor, config: Any) -> Tensor:
+    """Return the norm of the stream, or of queries or keys."""
+    return rms_norm(x, 1 + weight if config.apply_layernorm_1p else weight, config.norm_epsilon)
+
+
 def linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     y = x @ weights[f"{name}.weight"].T
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
@@ -153,8 +158,8 @@ def grouped_attention(
     key = linear(weights, f"{prefix}.k_proj", x).reshape(batch, length, kv_heads, d)
     value = linear(weights, f"{prefix}.v_proj", x).reshape(batch, length, kv_heads, d)
     if config.qk_layernorm:
-        query = rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
-        key = rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
+        query = model_norm(query, weights[f"{prefix}.q_norm.weight"], config)
+        key = model_norm(key, weights[f"{prefix}.k_norm.weight"], config)
     query, key = _rotate(query, config, rotary_positions), _rotate(key, config, rotary_positions)
 
     kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]

@@ -20,7 +20,7 @@ from tests.reference.attention import (
     latent_attention,
     latent_shapes,
     linear,
-    rms_norm,
+    model_norm,
     rotary_magnitude,
 )
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
@@ -62,6 +62,8 @@ class ReferenceConfig:
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0
     qk_layernorm: bool = False
+    apply_layernorm_1p: bool = False
+    """Whether norms of the stream, of queries and of keys multiply by 1 + weight."""
     attention_output_gate: bool = False
     kv_lora_rank: int = 0
     """Width of the latent of keys and values; 0 without latent attention."""
@@ -92,6 +94,8 @@ class ReferenceConfig:
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    """Whether one number for each token multiplies the shared expert's output."""
     moe_layers: tuple[int, ...] = ()
     moe_router_score_function: str = "softmax"
     moe_router_unnormalized: bool = False
@@ -188,6 +192,8 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.experts.{name}_proj.bias"] = (experts, matrix[0])
         if config.moe_shared_expert_intermediate_size:
             add_mlp(f"{prefix}.shared_expert", config.moe_shared_expert_intermediate_size)
+        if config.moe_shared_expert_gate:
+            shapes[f"{prefix}.shared_expert_gate.weight"] = (1, h)
 
     for layer in range(config.num_layers):
         prefix, kinds = f"layers.{layer}", layer_kinds(config, layer)
@@ -216,7 +222,8 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
     for name, shape in weight_shapes(config).items():
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         if name.endswith("norm.weight"):
-            values = 1 + 0.2 * values
+            is_zero_centered = config.apply_layernorm_1p and not name.endswith("_a_norm.weight")
+            values = 0.2 * values + (0 if is_zero_centered else 1)
         elif name.endswith("bias"):
             # The package stores that of the experts in float32, where a sum with a power of two is exact.
             values = (0.2 * values).bfloat16()
@@ -259,7 +266,7 @@ def reference_logits(
     """
     _check(weights, config)
     stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight, record)
-    normed = rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
+    normed = model_norm(stream, weights["final_norm.weight"], config)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
     logits = normed @ head.T
     cap = config.logit_soft_cap
@@ -394,7 +401,13 @@ def _sub_blocks(
         token_mask = None if sight is None else sight.token_mask
         return routed_experts(weights, prefix, config, normed, record, token_mask)
 
-    experts = [routed, *[mlp("shared_expert")] * (config.moe_shared_expert_intermediate_size > 0)]
+    def shared_expert(normed: Tensor) -> Tensor:
+        output = _mlp(weights, f"{prefix}.shared_expert", config, normed)
+        if config.moe_shared_expert_gate:
+            output = output / (1 + torch.exp(-linear(weights, f"{prefix}.shared_expert_gate", normed)))
+        return output
+
+    experts = [routed, *[shared_expert] * (config.moe_shared_expert_intermediate_size > 0)]
     parts: dict[str, tuple[str, list[SubBlock]]] = {
         "attention": ("attention_norm", [attention("attention")]),
         "mlp": ("mlp_norm", [mlp("mlp")]),
@@ -402,14 +415,14 @@ def _sub_blocks(
         "experts": ("mlp_norm", experts),
         "attention_experts": ("attention_norm", [attention("attention"), *experts]),
         "routed_experts": ("mlp_norm", [routed]),
-        "shared_expert": ("mlp_norm", [mlp("shared_expert")]),
+        "shared_expert": ("mlp_norm", [shared_expert]),
         "attention_2": ("attention_norm_2", [attention("attention_2")]),
         "mlp_2": ("mlp_norm_2", [mlp("mlp_2")]),
     }
 
     def sub_block(norm: str, of_kind: Sequence[SubBlock]) -> SubBlock:
         def compute(stream: Tensor) -> Tensor:
-            normed = rms_norm(stream, weights[f"{prefix}.{norm}.weight"], config.norm_epsilon)
+            normed = model_norm(stream, weights[f"{prefix}.{norm}.weight"], config)
             return functools.reduce(Tensor.add, (part(normed) for part in of_kind))
 
         return compute

@@ -30,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import in_piecewise_cudagraph
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.utils.torch_utils import direct_register_custom_op
 
+Norm = RMSNorm | GemmaRMSNorm
+"""A norm that can add a tensor first. The second one multiplies by 1 + its weight."""
 Transport = Callable[[Tensor], tuple[Tensor, Any]]
 """Launches the sum over the tensor-parallel ranks of a tensor, which must not change until it is done.
 
@@ -232,7 +234,7 @@ class PendingOutputs:
             self._launched_last = False
         return buffer
 
-    def add_and_norm(self, number: int, norm: RMSNorm, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, number: int, norm: Norm, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for an output and remove it; return the normed sum with the stream, and that sum.
 
         One kernel adds and norms. It may overwrite both tensors, so nothing may read them afterwards.

@@ -26,8 +26,13 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size,
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoERouter, GateLinear, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import yarn_get_mscale
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -45,12 +50,17 @@ from vllm.sequence import IntermediateTensors
 
 from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
 from megatron_ladder_vllm.deployment import check_attention
-from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
+from megatron_ladder_vllm.in_flight import AllReduces, Norm, PendingOutputs
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norms of latents, independent of `rms_norm_eps`."""
 LATENT_PROJECTIONS = ("q_a_proj", "kv_a_proj_with_mqa")
 """Names of two matrices that are computed as one."""
+
+
+def new_norm(config: MegatronLadderConfig, size: int) -> Norm:
+    """Return a norm, which may multiply by 1 + its weight."""
+    return (GemmaRMSNorm if config.zero_centered_gamma else RMSNorm)(size, eps=config.rms_norm_eps)
 
 
 class LadderAttention(LlamaAttention):
@@ -74,8 +84,8 @@ class LadderAttention(LlamaAttention):
         self.gate_proj = output_gate(config, vllm_config, config.num_attention_heads * config.head_dim, prefix)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = new_norm(config, self.head_dim)
+            self.k_norm = new_norm(config, self.head_dim)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
@@ -167,9 +177,9 @@ def output_gate(config: MegatronLadderConfig, vllm_config: VllmConfig, width: in
     )
 
 
-def gated(gate: nn.Module | None, attended: Tensor, reading: Tensor) -> Tensor:
-    """Return the output of attention, multiplied by the gate of what attention has read."""
-    return attended if gate is None else attended * gate(reading)[0].sigmoid()
+def gated(gate: nn.Module | None, output: Tensor, reading: Tensor) -> Tensor:
+    """Return an output, multiplied by the gate of what it was computed from."""
+    return output if gate is None else output * gate(reading)[0].sigmoid()
 
 
 def leave_unreduced(linear: RowParallelLinear) -> None:
@@ -291,7 +301,7 @@ def arrange_experts(config: MegatronLadderConfig, experts: RoutedExperts) -> Non
 
 
 def read_stream(
-    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, missing: tuple[int, ...], with_own_parts: bool = False
+    norm: Norm, stream: Tensor, pending: PendingOutputs, missing: tuple[int, ...], with_own_parts: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the normed stream, from which the `missing` outputs are missing, and that stream.
 
@@ -326,11 +336,16 @@ class LadderDecoderLayer(nn.Module):
             add_experts(config, vllm_config, self.mlp, f"{prefix}.mlp")
         if "shared_expert" in branches:
             self.mlp.shared_experts = unreduced_mlp(config, vllm_config, shared, f"{prefix}.mlp.shared_experts")
+            self.mlp.shared_expert_gate = None
+            if config.gated_shared_expert:
+                self.mlp.shared_expert_gate = ReplicatedLinear(
+                    config.hidden_size, 1, bias=False, prefix=f"{prefix}.mlp.shared_expert_gate"
+                )
         if "attention_2" in branches:
             self.self_attn_2 = attention(config, vllm_config, f"{prefix}.self_attn_2")
             self.mlp_2 = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp_2")
         for name in {norm_name(sub_block.kind) for sub_block in sub_blocks}:
-            setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+            setattr(self, name, new_norm(config, config.hidden_size))
 
     def branches(self, sub_block: WiredSubBlock) -> list[str]:
         """Return the names of what a sub-block adds up, last the experts, which may overwrite what they read."""
@@ -348,7 +363,7 @@ class LadderDecoderLayer(nn.Module):
                 logits, _ = self.mlp.gate(normed)
                 return self.mlp.experts(normed, logits)
             case "shared_expert":
-                return self.mlp.shared_experts(normed)
+                return gated(self.mlp.shared_expert_gate, self.mlp.shared_experts(normed), normed)
             case "mlp" | "mlp_2":
                 return getattr(self, name)(normed)
         return getattr(self, name.replace("attention", "self_attn"))(positions, normed)
@@ -407,7 +422,7 @@ class MegatronLadderModel(nn.Module):
             lambda prefix: LadderDecoderLayer(vllm_config, wired[int(prefix.rsplit(".", 1)[1])], prefix),
             prefix=f"{prefix}.layers",
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stages.is_last_rank else PPMissingLayer()
+        self.norm = new_norm(config, config.hidden_size) if stages.is_last_rank else PPMissingLayer()
         # Pending outputs cross between stages as sums: vLLM sends one slice of each tensor from each tensor-parallel
         # rank and joins the slices in the next stage.
         self.received, self.sent = (

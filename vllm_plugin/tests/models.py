@@ -45,6 +45,7 @@ _YARN: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qk-norm": {"qk_layernorm": True},
+    "zero-centered": {"qk_layernorm": True, "apply_layernorm_1p": True},
     "tied-head": {"tie_embeddings": True},
     "one-key-head": {"num_key_value_heads": 1},
     "odd-vocabulary": {"vocab_size": 61},
@@ -90,6 +91,7 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "experts-sigmoid": EXPERTS["experts-shortcut"] | {"moe_router_score_function": "sigmoid", "ladder_layers": (0,)},
     "experts-unnormalized": EXPERTS["experts-ladder"]
     | {"moe_router_unnormalized": True, "moe_router_topk_scaling_factor": 2.5},
+    "experts-gated": EXPERTS["experts-farskip"] | {"moe_shared_expert_gate": True},
     "late-hy3": EXPERTS["experts-farskip"] | _HY3,
     "experts-gpt-oss": EXPERTS["experts-ladder"]
     | {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind, StateSpec
-from megatron_ladder.blueprint.specs import Branch, Matrix, Role, TensorSpec, column, row, whole
+from megatron_ladder.blueprint.specs import Branch, Matrix, Role, TensorSpec, column, norm_weight, row
 from megatron_ladder.blueprint.wiring import BranchKind
 from megatron_ladder.flags import Check, rule
 
@@ -86,7 +86,7 @@ class Attention(Mixer):
             for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         }
         normed = ("q", "k") if config.qk_layernorm else ()
-        inner = {which: whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in normed}
+        inner = {which: norm_weight(f"{name}.{which}_norm.weight", config.head_dim, config) for which in normed}
         if config.softmax_type == "learnable":
             inner["sinks"] = TensorSpec(f"{name}.sinks", (heads,), Role.VECTOR, 0, std=config.init_method_std)
         return self._with_output(name, inputs, inner=inner)

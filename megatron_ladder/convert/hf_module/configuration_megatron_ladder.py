@@ -30,12 +30,14 @@ class MegatronLadderConfig(PreTrainedConfig):
         sliding_window: positions that queries of `sliding_attention` see, their own included.
         layer_types: `sliding_attention` or `full_attention` for each attention; absent if none has a window.
         softmax_type: `learnable` if each head's softmax has a sink in its denominator, as in gpt-oss.
+        zero_centered_gamma: whether norms multiply by 1 + their weight; those of latents never do.
         kv_lora_rank: width of the latent of keys and values; None: attention is not latent.
         gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
         num_experts: routed experts of a layer; 0: all layers are dense.
         expert_layers: indices of the layers with experts.
         shared_expert_intermediate_size: width of the expert of all tokens; 0 for none.
+        gated_shared_expert: whether the sigmoid of one number, a projection of its input, multiplies its output.
         scoring_func: what makes scores of the router's logits: `softmax` over the experts, or `sigmoid`.
         use_expert_bias: whether a bias is added to the scores for the choice of experts.
         residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by
@@ -82,6 +84,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     qk_norm: bool = False
     sliding_window: int | None = None
     softmax_type: str = "vanilla"
+    zero_centered_gamma: bool = False
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 128
@@ -93,6 +96,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    gated_shared_expert: bool = False
     expert_layers: Any = None
     scoring_func: str = "softmax"
     norm_topk_prob: bool = True

@@ -149,6 +149,19 @@ class GatedDeepseekV3Attention(_Gated, DeepseekV3Attention):
     without_gate = DeepseekV3Attention
 
 
+class ZeroCenteredRMSNorm(LlamaRMSNorm):
+    """A norm that multiplies by 1 + its weight, in float32."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (normed * (1.0 + self.weight.to(wide.dtype))).to(hidden_states.dtype)
+
+
+def _norm(config: MegatronLadderConfig, *shape: int) -> nn.Module:
+    return (ZeroCenteredRMSNorm if config.zero_centered_gamma else LlamaRMSNorm)(shape, eps=config.rms_norm_eps)
+
+
 def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     """Return an attention whose keys and values have a place in the cache."""
     plain, gated = (Qwen3Attention, GatedQwen3Attention) if config.qk_norm else (LlamaAttention, GatedLlamaAttention)
@@ -162,6 +175,8 @@ def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     if config.attention_output_bias != (attention.o_proj.bias is not None):
         width = attention.o_proj.in_features
         attention.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+    if config.zero_centered_gamma and config.qk_norm:
+        attention.q_norm, attention.k_norm = _norm(config, config.head_dim), _norm(config, config.head_dim)
     return attention
 
 
@@ -251,6 +266,8 @@ def _feed_forward(config: MegatronLadderConfig, layer: int) -> nn.Module:
             of_shared = copy.copy(config)
             of_shared.intermediate_size = config.shared_expert_intermediate_size
             module.shared_experts = _mlp(of_shared)
+        if config.gated_shared_expert:
+            module.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
     return module
 
 
@@ -275,9 +292,9 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         if attentions > 1:
             self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), _mlp(config)
         for one in self.sub_blocks:
-            shape = config.hidden_size if one.reads_shared else (self.lanes, config.hidden_size)
+            shape = (config.hidden_size,) if one.reads_shared else (self.lanes, config.hidden_size)
             # Experts and MLP of a layer share a norm.
-            setattr(self, norm_name(one.kind), LlamaRMSNorm(shape, eps=config.rms_norm_eps))
+            setattr(self, norm_name(one.kind), _norm(config, *shape))
         self.layer_idx = layer_idx
         self.missing_in, self.missing_out = config.missing_before(layer_idx), config.missing_before(layer_idx + 1)
 
@@ -338,6 +355,8 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
                 outputs.append(self.mlp_2(x) if branch == "mlp_2" else self.mlp(x))
             elif branch != "shared_expert":
                 raise KeyError(branch)
+            elif hasattr(self.mlp, "shared_expert_gate"):
+                outputs.append(self.mlp.shared_experts(x) * self.mlp.shared_expert_gate(x).sigmoid())
             elif hasattr(self.mlp, "shared_experts"):
                 outputs.append(self.mlp.shared_experts(x))
         return sum(outputs[1:], outputs[0])
@@ -373,6 +392,8 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, GptOssAttention):
             init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, ZeroCenteredRMSNorm):
+            init.zeros_(module.weight)
         if isinstance(module, MegatronLadderRouter | Qwen3MoeExperts):
             for name, weight in module.named_parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=0.0 if "bias" in name else self.config.initializer_range)
@@ -380,11 +401,20 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
                 init.zeros_(bias)
 
 
-class _NewestRMSNorm(LlamaRMSNorm):
-    """The final norm. After a layer that is not the last, as in early exit, it reads the complete stream."""
+class _ReadsNewest:
+    """Makes a norm the final one, which after another layer than the last (early exit) reads the complete stream."""
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...]) -> Tensor:
-        return super().forward(hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
+        newest = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
+        return super().forward(newest)  # type: ignore[misc]
+
+
+class _NewestRMSNorm(_ReadsNewest, LlamaRMSNorm):
+    pass
+
+
+class _NewestZeroCenteredRMSNorm(_ReadsNewest, ZeroCenteredRMSNorm):
+    pass
 
 
 class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
@@ -397,7 +427,8 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([MegatronLadderDecoderLayer(config, layer) for layer in range(config.layer_count)])
-        self.norm = _NewestRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        final_norm = _NewestZeroCenteredRMSNorm if config.zero_centered_gamma else _NewestRMSNorm
+        self.norm = final_norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = (GptOssRotaryEmbedding if config.has_sinks else Glm4MoeRotaryEmbedding)(config=config)
         self.gradient_checkpointing = False
         self.post_init()

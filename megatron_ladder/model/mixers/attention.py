@@ -3,7 +3,7 @@
 Layouts: queries [s, b, heads, d]; the attention product itself [b, heads/t, s, d].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from megatron_ladder.model.mixers import columns
 from megatron_ladder.model.mixers.columns import PromptColumns, TokenColumns
 from megatron_ladder.model.mixers.mixer import Heads, States
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.operations import BuildContext, NormFunction, uses_compiled_sinks
+from megatron_ladder.model.operations import BuildContext, uses_compiled_sinks
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.model.windows import attend_with_mask
@@ -95,11 +95,11 @@ class AttentionHeads(Heads):
 
     def attend(self, projected: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
         """[s, b, sum of widths], without the gate -> [b, heads/t, s, d]."""
-        norm_weights = None
+        norm_weights, offset = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            norm_weights = self.q_norm.weight, self.k_norm.weight
+            norm_weights, offset = (self.q_norm.weight, self.k_norm.weight), self.q_norm.offset
         q, k, v = self.split_heads(
-            projected, self.widths, self.head_dim, inputs.rotary, norm_weights, self.epsilon, self.norm
+            projected, self.widths, self.head_dim, inputs.rotary, norm_weights, self.epsilon, offset, self.norm
         )
         if inputs.columns is not None:
             assert context.states is not None
@@ -131,7 +131,8 @@ def _split_heads(
     table: RotaryTable,
     norm_weights: tuple[Tensor, Tensor] | None,
     epsilon: float,
-    norm: NormFunction,
+    offset: float,
+    norm: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
 
@@ -143,8 +144,8 @@ def _split_heads(
         q, k = apply_rotary(turned, table).split(heads[:2], dim=2)
     else:
         q, k = turned.split(heads[:2], dim=2)
-        q = apply_rotary(norm(q, norm_weights[0].to(q.dtype), epsilon), table)
-        k = apply_rotary(norm(k, norm_weights[1].to(k.dtype), epsilon), table)
+        q = apply_rotary(norm(q, norm_weights[0].to(q.dtype), epsilon, offset), table)
+        k = apply_rotary(norm(k, norm_weights[1].to(k.dtype), epsilon, offset), table)
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 

@@ -20,6 +20,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     SolarOpenForCausalLM,
@@ -59,6 +60,13 @@ GLM = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
     "attention_bias": True,
+}
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 36,
+    "norm_topk_prob": False,
 }
 HY = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 12, "head_dim": 20}
 DENSE_LATENT = {
@@ -105,6 +113,7 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, {"head_dim": 24}),
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
     "qwen3_moe": (Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
+    "qwen2_moe": (Qwen2MoeForCausalLM, QWEN2_MOE),
     "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM | {"use_qk_norm": True}),
     "hy_v3": (HYV3ForCausalLM, HY),
     "dots1": (Dots1ForCausalLM, EXPERTS | GLM | {"first_k_dense_replace": 1}),

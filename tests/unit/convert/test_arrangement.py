@@ -131,10 +131,11 @@ def test_errors_name_the_flag(changes: dict[str, Any], words: dict[str, Any], me
         arrangement._arranged_model(tiny_config(**changes), options)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @torch.inference_mode()
-def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
+def test_effects_are_those_of_the_formula(tmp_path: Path, offset: float) -> None:
     """Effects of each neuron of layer 0 on the attention of layer 1, from activations, one unit at a time."""
-    config = tiny_config(num_key_value_heads=4, num_layers=2)
+    config = tiny_config(num_key_value_heads=4, num_layers=2, apply_layernorm_1p=offset == 1)
     weights = make_weights(ReferenceConfig.like(config), 3)
     model = LanguageModel(config, ProcessMesh.single())
     fill_slices(model, weights)
@@ -154,7 +155,7 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
     branches = arrangement._measure(model, arrangement._arranged_model(config, options), batches)
     for hook in hooks:
         hook.remove()
-    g = weights["layers.1.attention_norm.weight"]
+    g = offset + weights["layers.1.attention_norm.weight"]
     into = torch.cat([weights[f"layers.1.attention.{which}_proj.weight"] for which in "qkv"])
     inverse = 1 / recorded["stream"].pow(2).mean(-1)
     # Both attention's lanes together.

@@ -41,6 +41,8 @@ del YARN["rope_low_freq_factor"], YARN["rope_high_freq_factor"]
 SCALES = {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 DESYNC = {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2}
+GATED_EXPERT = {"moe_shared_expert_gate": True}
+ONE_MORE = {"apply_layernorm_1p": True}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 CLIPPED = {"activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0}
 GPT_OSS = EXPERTS | CLIPPED | {"add_moe_bias": True, "quick_geglu": True}
@@ -71,8 +73,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
             ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
             ("megatron_ladder", {"add_attention_output_bias": True}),
             ("megatron_ladder", {"residual_mode": "parallel"}),
-            ("megatron_ladder", HYBRID | {"residual_staleness": 2, "lanes": 2}),
-            ("megatron_ladder", DESYNC | {"add_mlp_bias": True}),
+            ("megatron_ladder", HYBRID | ONE_MORE | {"residual_staleness": 2, "lanes": 2}),
+            ("megatron_ladder", DESYNC | ONE_MORE | {"add_mlp_bias": True}),
+            ("megatron_ladder", ONE_MORE | {"qk_layernorm": True, "rotary_percent": 0.5}),
             ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
             ("megatron_ladder", HYBRID | BIASES | ROPE),
             ("megatron_ladder", HYBRID | YARN),
@@ -89,6 +92,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
             ("megatron_ladder", GPT_OSS | HYBRID | NOT_ROUNDED | WINDOWS | SINKS | BIASES),
             ("megatron_ladder", EXPERTS | HYBRID | WINDOWS | SINKS | GATED | {"residual_mode": "longcat"}),
             ("megatron_ladder", DESYNC | SINKS),
+            ("megatron_ladder", GLM | HYBRID | GATED_EXPERT),
+            ("megatron_ladder", GLM | HYBRID | GATED_EXPERT | {"residual_mode": "farskip"}),
         ],
         5,
     ),
