@@ -83,7 +83,7 @@ TIMED=(tests/distributed/test_link.py tests/distributed/test_benchmark.py)
 
 # Two wirings on two ranks, and a training that is stopped and resumed.
 QUICK_ON_RANKS=(
-    "tests/distributed/test_correctness.py::test_every_wiring_and_layout["{ladder-parallel-tp2-ahead-windows-recomputed-whole-one-forward-overlap,experts-ladder-tp2-latent-queries-kept-cut-accumulated-forward-overlap}"]"
+    "tests/distributed/test_correctness.py::test_every_wiring_and_layout["{ladder-parallel-tp2-windows-recomputed-whole-one-forward-overlap,experts-ladder-tp2-delta-recomputed-whole-one-forward-overlap}"]"
     tests/distributed/test_file_operations.py
 )
 

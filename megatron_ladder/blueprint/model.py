@@ -38,8 +38,8 @@ class ModelConfig(ModelTraits):
     """A resolved model, as checkpoints store it.
 
     The attributes are those of `ModelFlags` after `resolve_model`. `moe_layers`, `window_layers` and `ladder_layers`
-    are sorted; the last one is empty in a wiring without late sub-blocks. Widths, sizes and intervals of what the model
-    lacks are 0.
+    are sorted, as are `linear_attention_layers`; `ladder_layers` is empty in a wiring without late sub-blocks. Widths,
+    sizes and intervals of what the model lacks are 0.
     """
 
     num_layers: int = flag(minimum=1)
@@ -57,6 +57,7 @@ class ModelConfig(ModelTraits):
     moe_layers: tuple[int, ...] = ()
     window_size: int = flag(0, minimum=0)
     window_layers: tuple[int, ...] = ()
+    linear_attention_layers: tuple[int, ...] = ()
     ladder_layers: tuple[int, ...] = ()
     desync_interval: int = 0
     desync_tp: int | None = None
@@ -108,6 +109,7 @@ class ModelConfig(ModelTraits):
             "ladder_layers": bool(self.wiring.late),
             "moe_layers": self.num_experts > 0,
             "window_layers": self.window_size > 0,
+            "linear_attention_layers": self.experimental_attention_variant != "none",
         }
         for name, is_used in lists.items():
             layers: tuple[int, ...] = getattr(self, name)
@@ -198,10 +200,11 @@ def _window(text: str | None) -> int | None:
     return None
 
 
-def _windows(text: str | None, without_every: int | None, num_layers: int) -> tuple[int, ...] | None:
-    if without_every is None:
+def _layers_or_all_but(text: str | None, every: int | None, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers of a list, or all but every n-th one."""
+    if every is None:
         return _layers(text, num_layers)
-    return tuple(layer for layer in range(num_layers) if (layer + 1) % without_every)
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % every)
 
 
 _DERIVED: Mapping[str, Callable[..., Any]] = {
@@ -221,7 +224,14 @@ _DERIVED: Mapping[str, Callable[..., Any]] = {
     "moe_layers": lambda moe_layers, num_layers, num_experts: _layers(moe_layers, num_layers) if num_experts else (),
     "window_size": lambda window_size: _window(window_size),
     "window_layers": lambda window_layers, window_attn_skip_freq, window_size, num_layers: (
-        _windows(window_layers, window_attn_skip_freq, num_layers) if window_size else ()
+        _layers_or_all_but(window_layers, window_attn_skip_freq, num_layers) if window_size else ()
+    ),
+    "linear_attention_layers": (
+        lambda experimental_attention_variant, linear_attention_layers, linear_attention_freq, num_layers: (
+            _layers_or_all_but(linear_attention_layers, linear_attention_freq, num_layers)
+            if experimental_attention_variant != "none"
+            else ()
+        )
     ),
     "ladder_layers": lambda ladder_layers, num_layers, residual_mode: (
         _layers(ladder_layers, num_layers) if WIRINGS[residual_mode].late else ()
@@ -268,6 +278,9 @@ def mixers_text(config: ModelConfig) -> str:
     return "; ".join(f"{name} in {layers_text(layers, config.num_layers)}" for name, layers in layers_of.items())
 
 
-def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:
-    """Return how many ranks hold the same key and value heads: 1 with at least as many heads as ranks."""
-    return max(1, tensor_parallel // config.num_key_value_heads)
+def head_replicas(config: ModelConfig, tensor_parallel: int) -> tuple[int, ...]:
+    """Return the numbers of tensor-parallel ranks, fewer than all, that hold the same key heads of some mixer."""
+    heads = {config.num_key_value_heads}
+    if config.linear_attention_layers:
+        heads.add(config.linear_num_key_heads)
+    return tuple(sorted(tensor_parallel // count for count in heads if 1 < count < tensor_parallel))

@@ -80,6 +80,19 @@ class ModelTraits:
     """Latent attention: width of each value."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """Denominator of attention's softmax: learnable adds one trained term for each query head, the sink (gpt-oss)."""
+    experimental_attention_variant: Literal["none", "gated_delta_net"] = "none"
+    """Token mixer of the layers without softmax attention: gated_delta_net (arXiv 2412.06464) has a state of fixed size
+    for each head, and no rotary embedding."""
+    linear_conv_kernel_dim: int = flag(4, minimum=2, requires="experimental_attention_variant")
+    """Gated DeltaNet: newest tokens whose queries, keys and values the convolution mixes."""
+    linear_key_head_dim: int = flag(128, minimum=1, requires="experimental_attention_variant")
+    """Gated DeltaNet: width of each query and key."""
+    linear_value_head_dim: int = flag(128, minimum=1, requires="experimental_attention_variant")
+    """Gated DeltaNet: width of each value."""
+    linear_num_key_heads: int = flag(16, minimum=1, requires="experimental_attention_variant")
+    """Gated DeltaNet: query and key heads, each of which serves as many value heads."""
+    linear_num_value_heads: int = flag(32, minimum=1, requires="experimental_attention_variant")
+    """Gated DeltaNet: value heads, each with a state."""
     logit_soft_cap: float | None = flag(None, above=0)
     """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
     rotary_percent: float = flag(1.0, above=0, maximum=1)
@@ -151,6 +164,17 @@ class ModelFlags(ModelTraits):
     """Layers with a window, in the notation of --ladder-layers; by default all."""
     window_attn_skip_freq: int | None = flag(None, minimum=2, requires="window_size", excludes="window_layers")
     """Of this many layers, the last one has no window, and so on (as in Megatron)."""
+    linear_attention_layers: str | None = flag(
+        None, requires="experimental_attention_variant", excludes="linear_attention_freq"
+    )
+    """Layers with --experimental-attention-variant, in the notation of --ladder-layers; by default all."""
+    linear_attention_freq: int | None = flag(
+        None,
+        minimum=2,
+        requires="experimental_attention_variant",
+        excludes="linear_attention_layers",
+    )
+    """Of this many layers, the last one has softmax attention, and so on (as in Megatron)."""
     ladder_layers: str | None = None
     """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
     16-31, 3,7,9-12 or [16] (one layer)."""
@@ -231,7 +255,7 @@ FLAG_CHECKS = (
     ),
     *(
         Check(functools.partial(_invalid_layers, name), (name, "num_layers"))
-        for name in ("ladder_layers", "moe_layers", "window_layers")
+        for name in ("ladder_layers", "moe_layers", "window_layers", "linear_attention_layers")
     ),
 )
 """Checks of values as flags have them, some of them open."""
@@ -268,6 +292,18 @@ def _divided_by(divisor: str) -> tuple[Check, ...]:
             f"{{num_key_value_heads}} and {{{divisor}}}: one must divide the other (heads are sharded or replicated)",
             reads=(divisor, "num_key_value_heads", "num_attention_heads"),
         ),
+        rule(
+            lambda parts, layers, value_heads: parts and layers and value_heads % parts,
+            f"{{linear_num_value_heads}} {cannot}",
+            reads=(divisor, "linear_attention_layers", "linear_num_value_heads"),
+        ),
+        rule(
+            lambda parts, layers, key_heads, value_heads: (
+                parts and layers and key_heads != value_heads and key_heads % parts and parts % key_heads
+            ),
+            f"{{linear_num_key_heads}} and {{{divisor}}}: one must divide the other (heads are sharded or replicated)",
+            reads=(divisor, "linear_attention_layers", "linear_num_key_heads", "linear_num_value_heads"),
+        ),
     )
 
 
@@ -299,7 +335,7 @@ MODEL_CHECKS = (
             f"{{{name}}} are not ascending layers of {{num_layers}}",
             reads=(name, "num_layers"),
         )
-        for name in ("ladder_layers", "moe_layers", "window_layers")
+        for name in ("ladder_layers", "moe_layers", "window_layers", "linear_attention_layers")
     ),
     rule(
         lambda residual_mode, desync_interval: _is_per_rank(residual_mode) and desync_interval not in DESYNC_INTERVALS,
@@ -423,7 +459,13 @@ TENSOR_PARALLEL_CHECKS = (
             "use {tensor_model_parallel_size} {lanes!v}",
             reads=("tensor_model_parallel_size", "lanes", name),
         )
-        for name in ("add_attention_output_bias", "add_mlp_bias", "qk_layernorm", "kv_lora_rank")
+        for name in (
+            "add_attention_output_bias",
+            "add_mlp_bias",
+            "qk_layernorm",
+            "kv_lora_rank",
+            "linear_attention_layers",
+        )
     ),
     rule(
         lambda tensor_model_parallel_size, lanes, num_key_value_heads, kv_lora_rank: (

@@ -32,11 +32,16 @@ class Role(Enum):
     EMBEDDING = "embedding"
     """One row per word: weight decay, never Muon."""
     CONVOLUTION = "convolution"
-    """Filters over the sequence, one per channel: weight decay, never Muon."""
+    """Filters over the sequence, one per channel: no weight decay, never Muon."""
     VECTOR = "vector"
     """The weight of a norm, also with one row per rank, or a bias: no weight decay, never Muon."""
     STATE = "state"
     """No gradient trains it, so optimizers have no moments of it; conversion never rounds it."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether it has weight decay."""
+        return self in (Role.MATRIX, Role.EMBEDDING)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class TensorSpec:
     """Initial standard deviation; 0 means constant."""
     offset: float = 0.0
     """What a norm adds to its weight before it multiplies."""
+    log_of: tuple[float, float] | None = None
+    """Bounds of uniform numbers, whose logarithms are the initial values instead."""
 
     @property
     def numel(self) -> int:
@@ -125,8 +132,8 @@ class Branch:
     mixer: "Mixer | None" = None
     """The mixer that it belongs to."""
     inner: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What a mixer computes with between its inputs and its output: norms of heads or latents. For a shared expert: the
-    `gate` of its output."""
+    """What a mixer computes with between its inputs and its output, such as norms of heads or latents. For a shared
+    expert: the `gate` of its output."""
     expansions: Mapping[str, Matrix] = field(default_factory=dict)
     """Column-parallel matrices of normed latents."""
     router: Mapping[str, TensorSpec] = field(default_factory=dict)

@@ -17,7 +17,8 @@ No process group is bound to a device (`device_id` of torch's functions): then o
 carry all messages of a rank, and each would wait for those with other ranks before it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -43,10 +44,10 @@ class ProcessMesh:
     """Ranks that hold the same slices of successive ranges of layers; messages in both directions are independent."""
     model: CommGroup
     """Ranks that together hold one model: tensor x pipeline."""
-    kv_replica: CommGroup
-    """Tensor-parallel ranks that hold the same key and value heads."""
     ends: CommGroup
     """Ranks that hold the same slices of the first and of the last stage, which share tied embeddings."""
+    head_replicas: Mapping[int, CommGroup] = field(default_factory=dict, hash=False)
+    """By their number, neighbouring tensor-parallel ranks that hold the same key heads of some mixer."""
     sequence_parallel: bool = False
     """Whether a tensor-parallel rank holds only a part of the positions of the residual stream."""
 
@@ -61,13 +62,13 @@ class ProcessMesh:
     def single() -> "ProcessMesh":
         """Return the mesh of one process, which needs no torch.distributed."""
         alone = CommGroup.alone()
-        return ProcessMesh(alone, alone, alone, alone, alone, alone, alone)
+        return ProcessMesh(alone, alone, alone, alone, alone, alone)
 
     @staticmethod
     def build(
         tensor_parallel: int,
         pipeline_parallel: int = 1,
-        kv_replicas: int = 1,
+        head_replicas: Sequence[int] = (),
         timeout: timedelta | None = None,
         sequence_parallel: bool = False,
         tp_comm_max_ctas: int = 0,
@@ -77,7 +78,7 @@ class ProcessMesh:
         """Create the groups; every rank of the default process group must make the same call.
 
         Args:
-            kv_replicas: number of tensor-parallel ranks that share a key and value head.
+            head_replicas: numbers of tensor-parallel ranks that hold the same key heads of some mixer.
             timeout: of every collective; the default is torch's.
             tp_comm_max_ctas: maximum of multiprocessors per collective or message of the tensor-parallel,
                 data-parallel and pipeline groups on a GPU; 0 leaves it to NCCL.
@@ -115,7 +116,7 @@ class ProcessMesh:
             data=group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data", overlaps=True),
             pipeline=pipeline,
             model=group_of(grid.transpose(0, 1).reshape(grid.shape[1], -1), "model"),
-            kv_replica=group_of(grid.reshape(-1, kv_replicas), "kv_replica"),
+            head_replicas={count: group_of(grid.reshape(-1, count), "head replicas") for count in head_replicas},
             sequence_parallel=sequence_parallel,
         )
         _exchange_first_messages(pipeline, chunks, device)

@@ -52,8 +52,7 @@ _RULES = {
         --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
     "a query sees all tokens before it, or those of its document with --reset-attention-mask: other models are not "
     "supported": """
-        --qk-l2-norm --linear-* --experimental-attention-variant --*dsa-*
-        --gdp-*""",
+        --qk-l2-norm --*dsa-* --gdp-*""",
     "use --reset-attention-mask": "--dataloader-inter-document-masking",
     "the weights of queries and keys are not clipped: leave it out, which trains them otherwise": "--qk-clip*",
     "attention computes the same without it, and does not log its logits: leave it out": """

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.blueprint.tensors import balanced_partition, parameter_count, uniform_partition
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -40,7 +40,7 @@ def build_mesh(run: RunConfig, device: torch.device) -> ProcessMesh:
     return ProcessMesh.build(
         tensor_parallel,
         run.parallel.pipeline_model_parallel_size,
-        kv_replicas=key_value_replicas(run.model, tensor_parallel),
+        head_replicas=head_replicas(run.model, tensor_parallel),
         timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
         sequence_parallel=run.parallel.sequence_parallel,
         tp_comm_max_ctas=run.parallel.tp_comm_max_ctas,

@@ -30,8 +30,8 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
         for parameter, sections in parameter_sections(model)
     }
     groups: list[dict[str, Any]] = []
-    for decays, moments in dict.fromkeys((role is not Role.VECTOR, kind.moments_of(role)) for role in roles):
-        alike = [role for role in roles if (role is not Role.VECTOR, kind.moments_of(role)) == (decays, moments)]
+    for decays, moments in dict.fromkeys((role.decays, kind.moments_of(role)) for role in roles):
+        alike = [role for role in roles if (role.decays, kind.moments_of(role)) == (decays, moments)]
         members = [parameter for parameter in model.parameters() if role_of[parameter] in alike]
         if members or not decays:
             weight_decay = config.weight_decay if decays else 0.0

@@ -167,8 +167,9 @@ def sum_partial_gradients(gradients: Gradients, mesh: ProcessMesh, device: torch
     parts_by_group: dict[CommGroup, list[Tensor]] = {}
     for _, section, elements in _parts(gradients):
         if section.is_partial:
-            is_whole = section.tensor.replicas(mesh.tensor.size) == mesh.tensor.size
-            parts_by_group.setdefault(mesh.tensor if is_whole else mesh.kv_replica, []).append(elements)
+            replicas = section.tensor.replicas(mesh.tensor.size)
+            group = mesh.tensor if replicas == mesh.tensor.size else mesh.head_replicas[replicas]
+            parts_by_group.setdefault(group, []).append(elements)
     for group, parts in parts_by_group.items():
         sums = group.all_reduce(to_device(torch.cat(parts), device)).split([part.numel() for part in parts])
         torch._foreach_copy_(parts, sums)

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     RankInfo,
@@ -129,7 +129,7 @@ def load_engine(
     config, ranks, peers = rewired or stored.config, rank_info.world_size, Peers()
     if rank_info.launched:
         device = start_process_group(rank_info, _TIMEOUT_MINUTES, peers=peers)
-        mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
+        mesh = ProcessMesh.build(ranks, head_replicas=head_replicas(config, ranks))
     else:
         device, mesh = rank_info.device(), ProcessMesh.single()
     dtype_name = _dtype_name(options, device)

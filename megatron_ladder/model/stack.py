@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.model import key_value_replicas, local_lanes
+from megatron_ladder.blueprint.model import head_replicas, local_lanes
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, plan_reads
 from megatron_ladder.comm.inflight import InFlight
@@ -93,14 +93,14 @@ class TransformerStack(nn.Module):
     """
 
     def __init__(self, build: BuildContext, chunks: Sequence[range], options: StackOptions) -> None:
-        """Raise ValueError for a desync model of another tensor-parallel size, or other key-value replicas."""
+        """Raise ValueError for a desync model of another tensor-parallel size, or other replicas of heads."""
         super().__init__()
         config, mesh = build.config, build.mesh
         if config.desync_tp not in (None, mesh.tensor.size):
             raise ValueError(f"a desync model of {config.desync_tp} tensor-parallel ranks on {mesh.tensor.size}")
-        if (replicas := key_value_replicas(config, mesh.tensor.size)) != mesh.kv_replica.size:
+        if (replicas := head_replicas(config, mesh.tensor.size)) != tuple(mesh.head_replicas):
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
-            raise ValueError(f"{heads} have kv_replicas={replicas}, and the mesh has {mesh.kv_replica.size}")
+            raise ValueError(f"{heads} have head_replicas={replicas}, and the mesh has {(*mesh.head_replicas,)}")
         kinds = dict.fromkeys(kind for of_layer in config.layer_kinds for kind in of_layer)
         names = [name for kind in kinds for name in BODIES[kind].loss_names]
         self.loss_names = tuple(dict.fromkeys([*names, *(build.experts.loss_names if config.moe_layers else ())]))

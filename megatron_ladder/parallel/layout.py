@@ -208,7 +208,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
     tensor, dim = section.tensor, section.dim
-    if tensor.std == 0.0:
+    if tensor.std == 0.0 and tensor.log_of is None:
         values.fill_(tensor.mean)
         return
     if tensor.expert_dim is not None:
@@ -226,7 +226,11 @@ def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
         shape[dim] = min(tensor.block, shape[dim] - start)
         digest = hashlib.sha256(f"{seed}/{tensor.name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        drawn = torch.empty(shape).normal_(tensor.mean, tensor.std, generator=generator)
+        drawn = torch.empty(shape)
+        if tensor.log_of is None:
+            drawn.normal_(tensor.mean, tensor.std, generator=generator)
+        else:
+            drawn.uniform_(*tensor.log_of, generator=generator).log_()
         first, last = max(start, section.start), min(start + shape[dim], stop)
         drawn = drawn.narrow(dim, first - start, last - first)
         values.narrow(dim, first - section.start, last - first).copy_(drawn)

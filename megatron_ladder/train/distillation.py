@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory, reporting_os_errors
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
@@ -96,6 +96,12 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer 
         yield Problem({**named, "save": save}, reason, "give another {save}, or a copy of the teacher")
 
 
+def _replica_group(tensor: CommGroup, count: int) -> CommGroup:
+    """Return the ranks with the same heads. Only gradients are summed over them, so they have no communicator."""
+    first = tensor.rank // count * count
+    return CommGroup(tensor.ranks[first : first + count], tensor.rank - first, None)
+
+
 def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh, device: torch.device) -> Distillation:
     """Build this rank's part of the teacher, and read and verify its weights; all ranks must call this.
 
@@ -103,12 +109,9 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     """
     training, config = run.training, teacher.config
     operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
-    replicas = key_value_replicas(config, mesh.tensor.size)
-    first = mesh.tensor.rank // replicas * replicas
     frozen_mesh = replace(
         mesh,
-        # Only gradients are summed over this group, so it has no communicator.
-        kv_replica=CommGroup(mesh.tensor.ranks[first : first + replicas], mesh.tensor.rank - first, None),
+        head_replicas={count: _replica_group(mesh.tensor, count) for count in head_replicas(config, mesh.tensor.size)},
         sequence_parallel=mesh.sequence_parallel and config.shares_stream,
     )
     options = StackOptions(run.parallel.tp_overlap, operations=operations)

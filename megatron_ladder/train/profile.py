@@ -27,10 +27,11 @@ def named_for_profiler(config: ProfileConfig, mesh: ProcessMesh) -> tuple[Proces
     """Return the mesh and the span with which this rank builds its model."""
     if not config.profile or mesh.world.rank not in config.profile_ranks:
         return mesh, no_span
-    tensor, kv_replica = (name_collectives(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
+    tensor = name_collectives(mesh.tensor, record_function)
+    replicas = {count: name_collectives(group, record_function) for count, group in mesh.head_replicas.items()}
     # Data-parallel collectives run under sub-blocks without being theirs.
     data = name_collectives(mesh.data, lambda name: record_function(f"data {name}"))
-    return replace(mesh, tensor=tensor, kv_replica=kv_replica, data=data), record_function
+    return replace(mesh, tensor=tensor, head_replicas=replicas, data=data), record_function
 
 
 def step_contexts(

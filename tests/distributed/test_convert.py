@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import HFDirectory, hf_name, open_hf_directory
@@ -31,7 +31,7 @@ def slices_here(hf: str, load: str, sharding: Literal["width", "experts"]) -> li
     found = list[tuple[str, Box, Tensor]]()
     for source in (open_hf_directory(Path(hf)), Checkpoint.open(Path(load))):
         config = source.model if isinstance(source, HFDirectory) else source.model()
-        mesh = mesh_of(2, key_value_replicas(config, 2))
+        mesh = mesh_of(2, head_replicas(config, 2))
         model = LanguageModel(config, mesh, experts=ExpertOptions(sharding=sharding), dtype=torch.bfloat16)
         load_weights(model, source)
         for tensor, sections in (*parameter_sections(model), *state_sections(model)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
@@ -148,12 +148,21 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 16,
     },
 }
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+}
 LATENT = LATENT_WIDTHS | {"qk_layernorm": False, "rotary_percent": 1.0}
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "gated": {"attention_output_gate": True, "apply_layernorm_1p": True},
     "windows": {"window_size": 4, "window_layers": (0, 2, 3)},
     "sinks": {"window_size": 3, "window_layers": (1, 2), "softmax_type": "learnable", "attention_output_gate": True},
+    "delta": {"linear_attention_layers": (0, 1, 3), **DELTA, "num_key_value_heads": 4, "norm_epsilon": 0.05},
+    "delta-one-key": {"linear_attention_layers": ALL, **DELTA, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2},
     "latent": LATENT | {"norm_epsilon": 0.05},
     "latent-queries": LATENT
     | {"q_lora_rank": 9, "v_head_dim": 13, "attention_output_gate": True, "add_qkv_bias": True}
@@ -245,7 +254,7 @@ class Outcome(NamedTuple):
 
 def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch) -> Outcome:
     """Run the micro-batches of a batch through one or several ranges of layers."""
-    replicas = key_value_replicas(config, how.ranks)
+    replicas = head_replicas(config, how.ranks)
     mesh = mesh_of(how.ranks, replicas) if how.ranks > 1 else ProcessMesh.single()
     mesh = replace(mesh, sequence_parallel=bool(how.sharded_stream))
     options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
@@ -354,7 +363,7 @@ def test_streams_of_their_own(
     ("name", "attention", "recompute"),
     pairwise(
         ["2-lanes-on-2", "4-lanes-on-4", "desync-4-on-2", "desync-2-on-4"],
-        {name: ATTENTIONS[name] for name in ("latent", "latent-queries", "sinks")},
+        {name: ATTENTIONS[name] for name in ("latent", "latent-queries", "sinks", "delta")},
         RECOMPUTED,
     ),
 )
@@ -393,7 +402,7 @@ def test_balancing_losses_alone(
 
 def initial_pieces(config: ModelConfig, ranks: int, sharding: Any) -> Pieces:
     """Return this rank's slices of the initial weights."""
-    mesh = mesh_of(ranks, key_value_replicas(config, ranks))
+    mesh = mesh_of(ranks, head_replicas(config, ranks))
     model = LanguageModel(config, mesh, seed=7, experts=ExpertOptions(sharding=sharding))
     for matrix in (model.embedding, model.lm_head):
         assert matrix is not None and not matrix.weight[matrix.valid :].any(), "padding is not zero"
@@ -446,10 +455,10 @@ def test_a_desync_model_has_one_tensor_parallel_size() -> None:
         LanguageModel(small_model(**desync(2, 2)), ProcessMesh.single())
 
 
-def test_a_mesh_must_have_the_key_value_replicas_of_the_model() -> None:
+def test_a_mesh_must_have_the_head_replicas_of_the_model() -> None:
     """Otherwise the gradients of shared heads would miss the other ranks' parts."""
     four = replace(ProcessMesh.single(), tensor=CommGroup(range(4), 0, None))
-    for heads, replicas, fits in ((2, 2, True), (2, 1, False), (2, 4, False), (4, 1, True), (4, 2, False)):
-        mesh = replace(four, kv_replica=CommGroup(range(replicas), 0, None))
+    for heads, replicas, fits in ((2, (2,), True), (2, (), False), (2, (4,), False), (4, (), True), (4, (2,), False)):
+        mesh = replace(four, head_replicas={count: CommGroup(range(count), 0, None) for count in replicas})
         with nullcontext() if fits else pytest.raises(ValueError, match=f"{heads} key and value heads on 4 "):
             LanguageModel(small_model(num_key_value_heads=heads), mesh, device=torch.device("meta"))

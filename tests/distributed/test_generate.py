@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.engine import GenerationEngine
@@ -79,7 +79,7 @@ def generate_here(
     config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int, overlap: bool
 ) -> tuple[Tokens, Tokens]:
     """Run on each rank."""
-    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    mesh = mesh_of(tensor_parallel, head_replicas(config, tensor_parallel))
     model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap), packed=True)
     return greedy_and_sampled(GenerationEngine(model, mesh))
 
@@ -161,7 +161,7 @@ def from_hugging_face(
     """Run on each rank: continue the prompts, and score those of `PROMPTS` in several parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
-    mesh = mesh_of(size, key_value_replicas(stored.config, size))
+    mesh = mesh_of(size, head_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
     found = engine.generate([GenerationRequest(prompt, new_tokens, GREEDY) for prompt in prompts])
     greedy = [(prompt, generation.ids) for prompt, generation in zip(prompts, found, strict=True)]

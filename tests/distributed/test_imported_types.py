@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
@@ -42,7 +42,7 @@ def on_ranks(hf: str, layout: Layout, tokens: Tensor, labels: Tensor) -> tuple[T
     """Return this rank's columns of the logits [s, b, V/t], the mean loss, and this rank's gradients of it."""
     directory = open_hf_directory(Path(hf))
     model = directory.model
-    mesh = replace(mesh_of(layout.ranks, key_value_replicas(model, layout.ranks)), sequence_parallel=layout.is_sharded)
+    mesh = replace(mesh_of(layout.ranks, head_replicas(model, layout.ranks)), sequence_parallel=layout.is_sharded)
     bounds = itertools.pairwise((0, *layout.cuts, model.num_layers))
     whole, *stages = [LanguageModel(model, mesh, chunks=[range(*bound)]) for bound in ((0, model.num_layers), *bounds)]
     for part in (whole, *stages):

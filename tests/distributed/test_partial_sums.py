@@ -24,7 +24,7 @@ def summed_elements(argv: list[str], micro_batches: int) -> list[int]:
     """On each rank: return the number of elements of each all-reduce over tensor-parallel ranks in a step."""
     trainer = build_trainer_here(argv)
     batches = own_batches(trainer, steps_of_batches(1, micro_batches * trainer.mesh.data.size)[0])
-    groups = [group for group in (trainer.mesh.tensor, trainer.mesh.kv_replica) if group.size > 1]
+    groups = [group for group in (trainer.mesh.tensor, *trainer.mesh.head_replicas.values()) if group.size > 1]
     found: list[int] = []
 
     def recorded(name: str) -> Any:

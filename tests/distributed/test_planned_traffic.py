@@ -24,7 +24,7 @@ TOLERANCE = 0.005
 """Collectives of a few numbers that the planner leaves out."""
 KINDS = {
     "tensor": "tensor",
-    "kv_replica": "tensor",
+    "head replicas": "tensor",
     "data": "data",
     "pipeline pair": "pipeline",
     "pipeline, descending pair": "pipeline",

@@ -16,7 +16,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import LATENT, RECIPE, steps_of_batches
+from tests.helpers.steps import DELTA, LATENT, RECIPE, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, save_trainer
 
 BIASES = "--add-qkv-bias --add-attention-output-bias --add-mlp-bias --qk-layernorm"
@@ -29,7 +29,9 @@ EXPERTS = (
 def role_by_name(name: str) -> Role:
     if name.endswith(".expert_bias"):
         return Role.STATE
-    if re.search(r"norm\.weight$|\.bias$", name):
+    if name.endswith("_conv.weight"):
+        return Role.CONVOLUTION
+    if re.search(r"norm\.weight$|\.bias$|\.A_log$|\.dt_bias$", name):
         return Role.VECTOR
     return Role.EMBEDDING if name in ("embedding.weight", "lm_head.weight") else Role.MATRIX
 
@@ -39,6 +41,7 @@ def treatment_of(role: Role, weight_decay: float) -> tuple[float, bool]:
     return {
         Role.MATRIX: (weight_decay, True),
         Role.EMBEDDING: (weight_decay, False),
+        Role.CONVOLUTION: (0.0, False),
         Role.VECTOR: (0.0, False),
     }[role]
 
@@ -67,6 +70,7 @@ def train_and_save(argv: list[str], save: Path) -> dict[str, tuple[float, bool]]
         BIASES,
         f"{LATENT} --q-lora-rank 12 --attention-output-gate --tie-embeddings",
         EXPERTS,
+        f"{DELTA} --tensor-model-parallel-size 2",
         "--residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
     ],
 )

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.engine.build import build_rank_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
 from tests.helpers.patience import wait_until
@@ -156,7 +156,7 @@ def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
-    model = build_rank_model(run, mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel)), CPU)
+    model = build_rank_model(run, mesh_of(tensor_parallel, head_replicas(run.model, tensor_parallel)), CPU)
     parameters: list[Any] = list(model.parameters())
     if run.parallel.zero_stage == "3":
         sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in parameters]

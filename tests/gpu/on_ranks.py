@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ladder_lab.bench.exposed import Event, read_events
 from ladder_lab.link.link import EmulatedLink
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
 from megatron_ladder.engine.graph import CapturedPasses
@@ -95,8 +95,16 @@ def collective_errors(layouts: list[tuple[int, int, int]]) -> dict[str, float]:
     """
     worst = {"fp32": 0.0, "bf16": 0.0, "moved": 0.0}
     for tensor_parallel, replicas, stages in layouts:
-        mesh = mesh_of(tensor_parallel, replicas, stages, tp_comm_max_ctas=16)
-        groups = (mesh.world, mesh.tensor, mesh.data, mesh.pipeline, mesh.model, mesh.kv_replica, mesh.ends)
+        mesh = mesh_of(tensor_parallel, (replicas,) if replicas > 1 else (), stages, tp_comm_max_ctas=16)
+        groups = (
+            mesh.world,
+            mesh.tensor,
+            mesh.data,
+            mesh.pipeline,
+            mesh.model,
+            *mesh.head_replicas.values(),
+            mesh.ends,
+        )
         for group in {group.ranks: group for group in groups if group.size > 1}.values():
             for name in ("fp32", "bf16"):
                 for rows in ROWS:
@@ -414,7 +422,7 @@ def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int
 
 def _engine(checkpoint: Path, dtype: str, new_graph: Callable[[], StepGraph] | None) -> GenerationEngine:
     device, stored, ranks = rank_device(), open_model(checkpoint, None, None), dist.get_world_size()
-    mesh = mesh_of(ranks, key_value_replicas(stored.config, ranks))
+    mesh = mesh_of(ranks, head_replicas(stored.config, ranks))
     has_experts = stored.config.num_experts > 0
     mesh = replace(mesh, tensor=select_all_reduce("auto", mesh.tensor, device, DTYPES[dtype], has_experts))
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)

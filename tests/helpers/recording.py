@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -68,7 +68,7 @@ class RecordedWork:
 def recorded_model(
     config: ModelConfig, options: StackOptions, sequence_parallel: bool = False, layers: range | None = None
 ) -> tuple[LanguageModel, RecordingGroup]:
-    mesh = mesh_of(2, key_value_replicas(config, 2))
+    mesh = mesh_of(2, head_replicas(config, 2))
     group = RecordingGroup(mesh.tensor)
     mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
     chunks = None if layers is None else [layers]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.state import sum_partial_gradients
@@ -27,10 +27,10 @@ PADDING = 1e3
 
 @functools.cache
 def mesh_of(
-    tensor_parallel: int, kv_replicas: int = 1, pipeline_parallel: int = 1, tp_comm_max_ctas: int = 0
+    tensor_parallel: int, replicas: tuple[int, ...] = (), pipeline_parallel: int = 1, tp_comm_max_ctas: int = 0
 ) -> ProcessMesh:
     """Return one mesh per shape and process, because creating groups is slow."""
-    return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas, tp_comm_max_ctas=tp_comm_max_ctas)
+    return ProcessMesh.build(tensor_parallel, pipeline_parallel, replicas, tp_comm_max_ctas=tp_comm_max_ctas)
 
 
 LATENT_WIDTHS: dict[str, Any] = {
@@ -68,7 +68,7 @@ def build(
     packed: bool = False,
 ) -> LanguageModel:
     """Build this rank's slices of the full `weights`; with `packed`, for generation on a CPU."""
-    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    mesh = mesh_of(tensor_parallel, head_replicas(config, tensor_parallel))
     mesh = replace(mesh, sequence_parallel=sequence_parallel)
     return build_on(mesh, config, weights, options, packed, weights["embedding.weight"].dtype)
 

@@ -50,6 +50,11 @@ LATENT = (
     "--norm-epsilon 1e-3"
 )
 """Latent attention, added to the sizes of the helpers' models."""
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 4 --linear-num-key-heads 2 --linear-num-value-heads 4"
+)
+"""Gated DeltaNet in two of three layers."""
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import TrainingSave
 from megatron_ladder.comm.group import CommGroup
@@ -81,7 +81,7 @@ def build_trainer_here(
         deepspeed_is_started()
     tensor_parallel = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
-    replicas = key_value_replicas(run.model, tensor_parallel)
+    replicas = head_replicas(run.model, tensor_parallel)
     mesh = mesh_of(tensor_parallel, replicas, stages, run.parallel.tp_comm_max_ctas)
     mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.reference.delta import delta_slice
+
 SubBlock = Callable[[Tensor], Tensor]
 """h_i with the slices of one rank: a stream [b, s, h] -> the rank's partial sum."""
 
@@ -34,6 +36,10 @@ def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[
     sliced = {}
     for name, weight in weights.items():
         *_, parent, module, kind = ("", *name.split("."))
+        layer, _, part = name.removeprefix("layers.").partition(".attention.")
+        if part and int(layer) in config.linear_attention_layers:
+            sliced[name] = delta_slice(config, rank, ranks, part.removesuffix(".weight"), weight)
+            continue
         module = f"{parent}.{module}" if module == "gate_proj" else module
         if kind == "sinks":
             weight = weight[torch.tensor(heads)]

@@ -23,6 +23,7 @@ from tests.reference.attention import (
     model_norm,
     rotary_magnitude,
 )
+from tests.reference.delta import delta_shapes, gated_delta
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
 from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, gated_units, layer_kinds, routed_experts
 
@@ -76,6 +77,13 @@ class ReferenceConfig:
     window_layers: tuple[int, ...] = ()
     softmax_type: str = "vanilla"
     """`learnable`: one more term in the denominator of each head."""
+    linear_attention_layers: tuple[int, ...] = ()
+    """Layers with gated DeltaNet."""
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     logit_soft_cap: float | None = None
     residual_mode: str = "standard"
     ladder_layers: tuple[int, ...] = ()
@@ -158,6 +166,13 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (out_features,)
 
+    def add_mixer(name: str, layer: int) -> None:
+        if layer in config.linear_attention_layers:
+            shapes.update(delta_shapes(config, name))
+            add_linear(f"{name}.o_proj", h, config.linear_num_value_heads * config.linear_value_head_dim, False)
+        else:
+            add_attention(name)
+
     def add_attention(name: str) -> None:
         values = config.num_attention_heads * config.value_width
         if config.kv_lora_rank:
@@ -198,7 +213,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         prefix, kinds = f"layers.{layer}", layer_kinds(config, layer)
         shapes[f"{prefix}.attention_norm.weight"] = config.norm_shape(2 * layer)
-        add_attention(f"{prefix}.attention")
+        add_mixer(f"{prefix}.attention", layer)
         if not config.one_norm:
             shapes[f"{prefix}.mlp_norm.weight"] = config.norm_shape(2 * layer + 1)
         if layer in config.moe_layers:
@@ -207,7 +222,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             add_mlp(f"{prefix}.mlp", ffn)
         if "mlp_2" in kinds:
             shapes[f"{prefix}.attention_norm_2.weight"] = shapes[f"{prefix}.mlp_norm_2.weight"] = (h,)
-            add_attention(f"{prefix}.attention_2")
+            add_mixer(f"{prefix}.attention_2", layer)
             add_mlp(f"{prefix}.mlp_2", ffn)
     shapes["final_norm.weight"] = (h,)
     if not config.tie_embeddings:
@@ -320,7 +335,13 @@ def _sub_blocks_of_ranks(weights: Weights, config: ReferenceConfig, sight: Sight
     ranks = config.desync_tp
     assert ranks is not None
     heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
-    share = replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    share = replace(
+        config,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        linear_num_value_heads=config.linear_num_value_heads // ranks,
+        linear_num_key_heads=max(1, config.linear_num_key_heads // ranks),
+    )
     sub_blocks = []
     for rank in range(ranks):
         own = rank_weights(weights, config, rank)
@@ -439,7 +460,11 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
     position = torch.arange(x.shape[1])
     rotary_positions = position if sight is None else sight.positions
     visible = position[None, :] <= position[:, None] if sight is None else sight.visible[:, None]
-    if int(prefix.split(".")[1]) in config.window_layers:
+    layer = int(prefix.split(".")[1])
+    if layer in config.linear_attention_layers:
+        of_rows = visible.expand(len(x), 1, -1, -1)[:, 0]
+        return linear(weights, f"{prefix}.o_proj", gated_delta(weights, prefix, config, x, of_rows))
+    if layer in config.window_layers:
         visible = visible & (position[:, None] - position[None, :] < config.window_size)
     if config.kv_lora_rank:
         frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas, resolve_model, tensor_parallel_errors
 from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
@@ -146,7 +146,9 @@ def test_tensor_parallel_ranks_must_share_evenly() -> None:
     assert "--num-attention-heads 12" in found and "--num-key-value-heads 3" in found
     # Fewer key-value heads than ranks are replicated.
     assert refused(resolve(num_key_value_heads=2)[0], 4) == []
-    assert [key_value_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4)] == [1, 1, 2]
+    assert [head_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4, 8)] == [(), (), (2,), (4,)]
+    delta = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4}
+    assert [head_replicas(resolve(num_key_value_heads=2, **delta)[0], t) for t in (2, 4, 8)] == [(), (2,), (2, 4)]
 
 
 LATENT: dict[str, Any] = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -48,7 +48,8 @@ class ScalingGroup(CommGroup):
 
 def test_partial_gradients_are_summed_over_the_ranks_that_hold_the_slice() -> None:
     """Four ranks, two key heads: a fused matrix of queries and keys, a norm of all ranks, and half of a latent."""
-    mesh = replace(ProcessMesh.single(), tensor=ScalingGroup(4), kv_replica=ScalingGroup(2))
+    pair, four = ScalingGroup(2), ScalingGroup(4)
+    mesh = replace(ProcessMesh.single(), tensor=four, head_replicas={2: pair})
     query, key = TensorSpec("q", (8, 5), Role.MATRIX, 0, heads=4), TensorSpec("k", (4, 5), Role.MATRIX, 0, heads=2)
     latent, norm, bias = (
         TensorSpec("latent", (3, 4), Role.MATRIX, 0, heads=1),
@@ -68,4 +69,4 @@ def test_partial_gradients_are_summed_over_the_ranks_that_hold_the_slice() -> No
     sum_partial_gradients(gradients, mesh, torch.device("cpu"))
     expected = [[1.0] * 10 + [2.0] * 10, [4.0] * 6, [1.0] * 7, [4.0] * 7]
     assert [gradient.tolist() for _, gradient in gradients] == expected
-    assert (mesh.kv_replica.summed, mesh.tensor.summed) == ([10], [13])
+    assert (pair.summed, four.summed) == ([10], [13])

@@ -74,10 +74,9 @@ def test_updates_in_bf16_equal_torch_muon_bitwise(scale_mode: str, nesterov: boo
     assert torch.equal(flat.detach(), expected) and torch.equal(flat_bias, bias)
 
 
-def test_convolutions_decay_and_are_not_orthogonalised() -> None:
+def test_convolutions_neither_decay_nor_are_orthogonalised() -> None:
     place = Placement(ProcessMesh.single(), torch.float32, torch.device("cpu"))
     module = ParallelModule(place)
     module.add_parameter("filters", [TensorSpec("filters", (8, 4), Role.CONVOLUTION, 0)], place)
-    decaying, others = parameter_groups(module, OptimizerConfig(lr=0.02, optimizer="muon", weight_decay=0.1))
-    moments = ("exp_avg", "exp_avg_sq")
-    assert decaying == {"params": [module.filters], "weight_decay": 0.1, "moments": moments} and others["params"] == []
+    (group,) = parameter_groups(module, OptimizerConfig(lr=0.02, optimizer="muon", weight_decay=0.1))
+    assert group == {"params": [module.filters], "weight_decay": 0.0, "moments": ("exp_avg", "exp_avg_sq")}

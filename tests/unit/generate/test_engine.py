@@ -54,7 +54,7 @@ def force(rows: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> mock.Mo
 
 PLAIN, PACKED = (False, torch.float64, 1e-11, None), (True, torch.float32, 1e-5, None)
 HALF = (True, torch.bfloat16, 2e-2, None)
-CHUNKED = ("standard", "lanes", "windows", "sinks", "latent-ladder")
+CHUNKED = ("standard", "lanes", "windows", "sinks", "delta", "latent-ladder")
 """Models that also read prompts of up to six tokens in parts."""
 
 
@@ -64,7 +64,7 @@ CHUNKED = ("standard", "lanes", "windows", "sinks", "latent-ladder")
         [
             *((name, *PLAIN[:3], chunk) for name in CHUNKED for chunk in (1, 2, 5)),
             *((name, *PLAIN) for name in MODELS),
-            *((name, *PACKED) for name in ("standard", "lanes", "latent-ladder", "instella")),
+            *((name, *PACKED) for name in ("standard", "lanes", "delta", "latent-ladder", "instella")),
             *((name, *HALF) for name in ("ladder", "latent-ladder", "instella")),
         ],
         4,

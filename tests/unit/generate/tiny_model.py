@@ -35,6 +35,14 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 10,
 }
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_layers": (0, 2),
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 WINDOWS: dict[str, Any] = {"window_size": 4, "window_layers": (0, 2)}
 MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
@@ -78,6 +86,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "windows": WINDOWS | {"residual_mode": "ladder", "ladder_layers": (1, 2), "num_key_value_heads": 2},
     "sinks": WINDOWS | {"residual_mode": "parallel", "softmax_type": "learnable", "num_key_value_heads": 1},
+    "delta": DELTA | {"residual_mode": "ladder", "ladder_layers": (0, 1)},
+    "delta-parallel": DELTA
+    | {"residual_mode": "parallel", "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "num_key_value_heads": 1},
     "latent": LATENT | {"residual_mode": "standard", "add_qkv_bias": True},
     "latent-ladder": LATENT
     | {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2, "q_lora_rank": 14},

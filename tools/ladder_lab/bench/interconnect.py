@@ -1,6 +1,7 @@
 """The ranks of a benchmark and the interconnect between them."""
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from ladder_lab.bench.calibration import DeviceClock
 from ladder_lab.bench.options import BenchmarkOptions
 from ladder_lab.link.link import EmulatedLink, Message, NoCommGroup, WireTimes
 from ladder_lab.link.occupied import OccupiedGroup, count_launch
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, check_device, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -96,10 +97,10 @@ def start_ranks(options: BenchmarkOptions, rank_info: RankInfo) -> torch.device:
 def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
     """Build the interconnect; a collective call of all ranks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    replicas = key_value_replicas(shape, options.tp)
+    replicas = head_replicas(shape, options.tp)
     if options.emulate:
         return _emulate(options, replicas, device, dtype)
-    mesh = ProcessMesh.build(options.tp, kv_replicas=replicas, tp_comm_max_ctas=options.comm_sms[0])
+    mesh = ProcessMesh.build(options.tp, head_replicas=replicas, tp_comm_max_ctas=options.comm_sms[0])
     no_comm = NoCommGroup(mesh.tensor)
     if options.device == "cpu":
         wire = EmulatedLink(mesh.tensor, serial=options.link == "serial", spin_seconds=SPIN_SECONDS)
@@ -109,7 +110,9 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
     return Interconnect(name, mesh, group, no_comm, device, dtype)
 
 
-def _emulate(options: BenchmarkOptions, replicas: int, device: torch.device, dtype: torch.dtype) -> Interconnect:
+def _emulate(
+    options: BenchmarkOptions, replicas: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Interconnect:
     """Return the interconnect of a process that plays rank 0, without a process group."""
     occupy = count_launch
     if device.type == "cuda":
@@ -117,7 +120,8 @@ def _emulate(options: BenchmarkOptions, replicas: int, device: torch.device, dty
         from ladder_lab.link.occupying_kernel import occupy
     wire = OccupiedGroup(options.tp, device, options.comm_sms[0], occupy)
     # Passes send nothing over the ranks that share key heads.
-    mesh = replace(ProcessMesh.single(), tensor=wire, kv_replica=CommGroup(range(replicas), 0, None))
+    sharing = {count: CommGroup(range(count), 0, None) for count in replicas}
+    mesh = replace(ProcessMesh.single(), tensor=wire, head_replicas=sharing)
     interconnect = Interconnect("emulated on one GPU", mesh, wire, NoCommGroup(wire), device, dtype)
     if device.type == "cuda":
         wire.launch_seconds = measure_launch(wire, DeviceClock(device), torch.zeros(4096, dtype=dtype, device=device))

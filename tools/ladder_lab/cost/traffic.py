@@ -18,6 +18,7 @@ A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scat
 Left out are collectives of a few numbers (losses, norms, counts of tokens, routers).
 """
 
+from collections import Counter
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from ladder_lab.cost.memory import (
     stream_bytes,
 )
 from ladder_lab.cost.placement import crosses, rank_groups
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import embedding_tensor, layer_tensors
 
 
@@ -84,27 +85,29 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _replicated_numbers(model: ModelConfig, ranks: int) -> list[int]:
-    """Return the numbers of each layer's matrices of latents or key and value heads that several ranks hold."""
-    return [
-        sum(
-            tensor.local_numel(ranks)
-            for sub_block in sub_blocks
-            for tensor in sub_block.tensors
-            if tensor.heads and tensor.replicas(ranks) > 1
-        )
-        for sub_blocks in layer_tensors(model)
-    ]
+def _replicated_numbers(model: ModelConfig, ranks: int) -> list[Counter[int]]:
+    """Return the numbers of each layer's latents or key and value heads that several ranks hold, by these ranks."""
+    of_layers: list[Counter[int]] = []
+    for sub_blocks in layer_tensors(model):
+        numbers = Counter[int]()
+        for tensor in chain.from_iterable(sub_block.tensors for sub_block in sub_blocks):
+            if tensor.heads and tensor.replicas(ranks) > 1:
+                numbers[tensor.replicas(ranks)] += tensor.local_numel(ranks)
+        of_layers.append(numbers)
+    return of_layers
 
 
-def partial_gradient_bytes(model: ModelConfig, layout: Layout, stage: int) -> float:
-    """Return the bytes of the gradients that `key_value_replicas` neighbouring ranks of a stage sum in a step.
+def partial_gradient_bytes(model: ModelConfig, layout: Layout, stage: int) -> dict[int, float]:
+    """Return the bytes of the gradients that so many neighbouring ranks of a stage sum in a step.
 
     Parts of data-parallel ranks may contain more or fewer of them; this is the mean.
     """
     of_layers = _replicated_numbers(model, layout.tensor)
-    numbers = sum(of_layers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers)
-    return FP32_BYTES * numbers / (layout.data if layout.zero else 1)
+    numbers = Counter[int]()
+    for layer in chain.from_iterable(stage_chunks(model, layout, stage)):
+        numbers.update(of_layers[layer])
+    parts = layout.data if layout.zero else 1
+    return {ranks: FP32_BYTES * count / parts for ranks, count in numbers.items()}
 
 
 def rank_traffic(
@@ -121,15 +124,16 @@ def rank_traffic(
     groups = rank_groups(layout, rank)
     stream = stream_bytes(model, layout, sequence, precision)
     of_tensor = micro_batches * stream * _tensor_gathers(model, layout, stage)
-    replicas = key_value_replicas(model, layout.tensor)
-    sharing = range(rank - rank % replicas, rank - rank % replicas + replicas)
-    whole = _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box)
-    shared = _sent(sharing, _share(sharing) * 2 * partial_gradient_bytes(model, layout, stage), per_box)
+    tensor = _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box)
+    for replicas, num_bytes in partial_gradient_bytes(model, layout, stage).items():
+        sharing = range(rank - rank % replicas, rank - rank % replicas + replicas)
+        shared = _sent(sharing, _share(sharing) * 2 * num_bytes, per_box)
+        tensor = Sent(tensor.inside + shared.inside, tensor.across + shared.across)
     gathered = gathered_bytes(layout, precision)
     per_parameter = gathered.gradients * (micro_batches if layout.zero >= 2 else 1)
     per_parameter += gathered.weights * (micro_batches if layout.zero == 3 else 1)
     sent = {
-        "tensor": Sent(whole.inside + shared.inside, whole.across + shared.across),
+        "tensor": tensor,
         "data": _sent(
             groups.data, _share(groups.data) * per_parameter * stage_parameters(model, layout, stage), per_box
         ),

@@ -59,7 +59,7 @@ from ladder_lab.cost.memory import (
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, partial_gradient_bytes
 from megatron_ladder.blueprint.flops import ModelFlops
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.specs import Branch, TensorSpec
 from megatron_ladder.blueprint.tensors import (
     SubBlockTensors,
@@ -271,13 +271,16 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
 
 def _partial_gradients_seconds(times: LayerTime, layout: Layout) -> float:
     """Return the seconds of the sum of the gradients of which several tensor-parallel ranks have parts."""
-    num_bytes = max(partial_gradient_bytes(times.model, layout, stage) for stage in range(layout.pipeline))
-    if num_bytes == 0:
-        return 0.0
-    replicas = key_value_replicas(times.model, layout.tensor)
-    sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
-    spreads = placement(sharing, times.machine.per_box).tensor
-    return times.reduce_factor * times.machine.all_reduce_seconds(num_bytes, spreads)
+    return max(_replica_seconds(times, layout, stage) for stage in range(layout.pipeline))
+
+
+def _replica_seconds(times: LayerTime, layout: Layout, stage: int) -> float:
+    seconds = 0.0
+    for replicas, num_bytes in partial_gradient_bytes(times.model, layout, stage).items():
+        sharing = replace(layout, tensor=replicas, data=layout.data * layout.tensor // replicas)
+        spreads = placement(sharing, times.machine.per_box).tensor
+        seconds += times.reduce_factor * times.machine.all_reduce_seconds(num_bytes, spreads)
+    return seconds
 
 
 def _message_seconds(times: LayerTime, layout: Layout) -> float:

@@ -23,7 +23,7 @@ from ladder_lab.cost.memory import (
 )
 from ladder_lab.dry_run.one_rank import OPERATIONS
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.blueprint.specs import padded_vocab_size
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
@@ -149,8 +149,8 @@ def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precisi
 @pytest.mark.parametrize("kind", [{"qk_layernorm": True}, LATENT | GATE | {"q_lora_rank": 48, "v_head_dim": 16}])
 def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, wiring) -> None:
     model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), vocab_size=200, add_qkv_bias=True, **kind)
-    replicas = CommGroup(range(key_value_replicas(model, tensor)), 0, None)
-    mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
+    replicas = {count: CommGroup(range(count), 0, None) for count in head_replicas(model, tensor)}
+    mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), head_replicas=replicas)
     with torch.device("meta"):
         module = LanguageModel(model, mesh, device=torch.device("meta"))
     parameters = sum(parameter.numel() for parameter in module.parameters())
