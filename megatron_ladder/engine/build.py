@@ -107,12 +107,13 @@ def build_rank_model(
     from megatron_ladder.engine.deepspeed import partition_parameters
 
     dtype = compute_dtype(run)
-    # One module after another, so that no rank ever holds more than its partition and one module.
-    for module in model.modules():
+    # One module after another, so that no rank ever holds more than its partition and one module; those inside others
+    # first, because DeepSpeed takes a module with all that is inside, and leaves out what it has partitioned.
+    for module in reversed([*model.modules()]):
         if isinstance(module, ParallelModule):
             module.allocate(device)
             if device.type != "meta":
-                initialize(module, training.seed)
+                initialize(module, training.seed, recurse=False)
             module.to(dtype)
             partition_parameters(module, mesh.data, dtype)
     return model

@@ -192,15 +192,15 @@ def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
     return sum(section.box.numel for section in sections) < parameter.numel()
 
 
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int, recurse: bool = True) -> None:
     """Fill all parameters such that the model does not depend on how it is sharded.
 
     Each block of a canonical tensor along its sharded dimension (a head, 64 rows, 64 words of the vocabulary)
     has a separate generator, seeded by (seed, canonical name, block), so that a rank draws only what it holds.
-    Padding stays zero.
+    Padding stays zero. Without `recurse`, the parameters of the module's children are left out.
     """
     with torch.no_grad():
-        for parameter, sections in parameter_sections(model):
+        for parameter, sections in parameter_sections(model, recurse):
             parameter.zero_()
             for section in sections:
                 _initialize_section(section.view(parameter), section, seed)
