@@ -38,6 +38,8 @@ EXPERTS = (
     "--moe-router-score-function sigmoid"
 )
 
+WINDOWS = "--window-size 3 --window-layers [1] --softmax-type learnable"
+
 
 class Pool:
     """The memory of graphs. Before a replay, all of it changes but what was in use when the graph was captured."""
@@ -212,6 +214,7 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
             ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
             ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
             (f"{LATENT} --residual-mode ladder --tensor-model-parallel-size 2 --bf16 --attention-output-gate", 2),
+            (f"{WINDOWS} --residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 2),
             (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
             (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
         ],
