@@ -33,8 +33,9 @@ from megatron_ladder.convert.conversions import plan_export
 from megatron_ladder.convert.options import ExportOptions
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.requests import Generation, GenerationRequest
+from megatron_ladder.generate.requests import Generation, GenerationRequest, Timings
 from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.slots import SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.mixers.mixer import Heads
 from megatron_ladder.model.mixers.table import HEADS
@@ -217,12 +218,17 @@ def test_resumed_training_is_bitwise_the_same_and_export_is_refused(gloo_pools: 
 def generate(config: ModelConfig, ranks: int, chunk: int | None) -> tuple[list[Generation], list[Any]]:
     """On each rank: continue prompts, and score the same continuations without states."""
     mesh = mesh_of(ranks, max(1, ranks // config.num_key_value_heads))
-    engine = GenerationEngine(new_model(config, mesh), mesh, prefill_chunk_size=chunk)
+    model = new_model(config, mesh)
+    batch = SlotBatch(model, mesh.tensor, None, None, len(PROMPTS), config.max_position_embeddings, chunk)
     greedy = SamplingParameters(temperature=0.0, logprobs=True)
-    # Again, because a batch must not see what an earlier one has stored.
-    generations = [engine.generate([GenerationRequest(ids, NEW_TOKENS, greedy) for ids in PROMPTS]) for _ in range(2)]
-    scores = engine.score_batch([(generation.prompt_ids, generation.ids) for generation in generations[1]])
-    return generations[1], scores
+    # The second time, states hold what was stored the first time.
+    for _ in range(2):
+        batch.begin([GenerationRequest(ids, NEW_TOKENS, greedy) for ids in PROMPTS])
+        while batch.is_busy():
+            batch.step()
+    generations = batch.results(Timings(0.0, 0.0, None))
+    texts = [(generation.prompt_ids, generation.ids) for generation in generations]
+    return generations, GenerationEngine(model, mesh).score_batch(texts)
 
 
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, None), (1, 1), (1, 2), (2, None), (2, 5)])

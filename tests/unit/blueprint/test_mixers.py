@@ -47,7 +47,9 @@ def test_declared_bytes_are_those_that_generation_allocates(changes: dict[str, A
     config = small_model(**changes)
     states = States.allocate(config, ranks, 1, 20, torch.bfloat16, torch.device("meta"))
     allocated = sum(state.nbytes for of_mixer in states.tensors for state in of_mixer.values())
-    assert state_bytes(config, ranks, 20, 2) == allocated
+    numbers = 16 if config.kv_lora_rank else 2 * 8 * max(1, config.num_key_value_heads // ranks)
+    entries = sum(4 if layer in config.window_layers else 20 for layer in range(4))
+    assert state_bytes(config, ranks, 20, 2) == allocated == 2 * numbers * entries
     request = InferenceRequest(config, Machine.usual("h100"), ranks, batch=3, prompt=15, new_tokens=5)
     assert inference_memory(request).cache == 3 * allocated
 
