@@ -30,14 +30,16 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import yarn_get_mscale
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.glm4_moe import Glm4MoeModel
-from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaMLP
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
@@ -45,6 +47,7 @@ from vllm.model_executor.models.utils import (
     make_empty_intermediate_tensors_factory,
     make_layers,
 )
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
@@ -63,25 +66,45 @@ def new_norm(config: MegatronLadderConfig, size: int) -> Norm:
     return (GemmaRMSNorm if config.zero_centered_gamma else RMSNorm)(size, eps=config.rms_norm_eps)
 
 
-class LadderAttention(LlamaAttention):
-    """Attention of this rank's heads, whose output is a part of a sum."""
+class LadderAttention(nn.Module):
+    """Attention of this rank's heads, whose output is a part of a sum, with the window of its layer."""
 
-    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__(
-            config,
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.max_position_embeddings,
-            vllm_config.quant_config,
-            config.attention_bias,
-            config.attention_output_bias,
-            vllm_config.cache_config,
-            prefix,
+    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, window: int | None, prefix: str) -> None:
+        super().__init__()
+        hidden, all_heads = config.hidden_size, config.num_attention_heads
+        width = all_heads * config.head_dim
+
+        def named(name: str) -> dict[str, Any]:
+            return {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.{name}"}
+
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            hidden, self.head_dim, all_heads, config.num_key_value_heads, config.attention_bias, **named("qkv_proj")
+        )
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
+        self.o_proj = RowParallelLinear(width, hidden, config.attention_output_bias, **named("o_proj"))
+        leave_unreduced(self.o_proj)
+        self.rotary_emb = get_rope(
+            self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters
+        )
+        sinks: dict[str, Tensor] = {}
+        if config.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
+            set_weight_attrs(self.sinks, {"weight_loader": sharded_weight_loader(0)})
+            sinks["sinks"] = self.sinks
+        self.attn = Attention(
+            heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            kv_heads,
+            cache_config=vllm_config.cache_config,
+            per_layer_sliding_window=window,
+            **named("attn"),
+            **sinks,
         )
         check_attention(vllm_config, self.attn)
-        leave_unreduced(self.o_proj)
-        self.gate_proj = output_gate(config, vllm_config, config.num_attention_heads * config.head_dim, prefix)
+        self.gate_proj = output_gate(config, vllm_config, width, prefix)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = new_norm(config, self.head_dim)
@@ -90,7 +113,7 @@ class LadderAttention(LlamaAttention):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
         qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k, v = qkv.split(self.sizes, dim=-1)
         if self.qk_norm:
             q = self.q_norm(q.reshape(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
@@ -165,6 +188,13 @@ class LatentAttention(nn.Module):
             padded = (nn.functional.pad(x, (0, width - x.shape[-1])).flatten(1) for x in (q, k, kv[..., self.nope :]))
             attended = self.attn(*padded).unflatten(-1, (self.heads, width))[..., : self.value].flatten(1)
         return self.o_proj(gated(self.gate_proj, attended, hidden_states))[0]
+
+
+def attention_of(config: MegatronLadderConfig, vllm_config: VllmConfig, window: int | None, prefix: str) -> nn.Module:
+    """Return the attention of a layer, which has no window if it is latent."""
+    if config.kv_lora_rank:
+        return LatentAttention(config, vllm_config, prefix)
+    return LadderAttention(config, vllm_config, window, prefix)
 
 
 def output_gate(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> nn.Module | None:
@@ -326,8 +356,8 @@ class LadderDecoderLayer(nn.Module):
         self.reads_own_parts = config.lanes > 0
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
         branches = {name for sub_block in sub_blocks for name in self.branches(sub_block)}
-        attention = LatentAttention if config.kv_lora_rank else LadderAttention
-        self.self_attn = attention(config, vllm_config, f"{prefix}.self_attn")
+        window = config.window_of(int(prefix.rsplit(".", 1)[1]) * config.attentions_per_layer)
+        self.self_attn = attention_of(config, vllm_config, window, f"{prefix}.self_attn")
         dense = config.intermediate_size
         shared = config.shared_expert_intermediate_size
         # The MLP of a layer, its experts, or both, under the names of an exported directory.
@@ -342,7 +372,7 @@ class LadderDecoderLayer(nn.Module):
                     config.hidden_size, 1, bias=False, prefix=f"{prefix}.mlp.shared_expert_gate"
                 )
         if "attention_2" in branches:
-            self.self_attn_2 = attention(config, vllm_config, f"{prefix}.self_attn_2")
+            self.self_attn_2 = attention_of(config, vllm_config, window, f"{prefix}.self_attn_2")
             self.mlp_2 = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp_2")
         for name in {norm_name(sub_block.kind) for sub_block in sub_blocks}:
             setattr(self, name, new_norm(config, config.hidden_size))

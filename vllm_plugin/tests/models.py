@@ -30,9 +30,11 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)},
     "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)},
 }
+_SINKS = {"softmax_type": "learnable"}
 LANES: dict[str, dict[str, Any]] = {
     "lanes": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "residual_staleness": 2, "lanes": 2},
     "lanes-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2, "add_qkv_bias": True},
+    "lanes-sinks": {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2} | _SINKS,
 }
 """They run on two ranks only."""
 _YARN: dict[str, Any] = {
@@ -60,6 +62,7 @@ _EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 64,
     "moe_layers": (0, 2),
 }
+_WINDOWS: dict[str, Any] = {"window_size": 8, "window_layers": (0, 2)}
 _ALL_LATE: dict[str, Any] = {"ladder_layers": (0, 1, 2)}
 EXPERTS: dict[str, dict[str, Any]] = {
     **{f"experts-{name}": changes | _EXPERTS for name, changes in WIRINGS.items()},
@@ -103,9 +106,19 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """Routers of all kinds, and late and other layers of experts in one model."""
+_GPT_OSS: dict[str, Any] = {
+    **_WINDOWS,
+    **_SINKS,
+    **{"num_experts": 6, "moe_ffn_hidden_size": 64, "moe_layers": (0, 1, 2), "moe_router_topk": 4},
+    **{"add_qkv_bias": True, "add_attention_output_bias": True, "add_moe_bias": True, "quick_geglu": True},
+    **{"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+    **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 32},
+    "yarn_correction_range_round_to_int": False,
+}
 PLAIN: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
     "hy3": _EXPERTS | _HY3 | {"moe_layers": (1, 2)},
+    "gpt-oss": _GPT_OSS,
 }
 """Models that vLLM has."""
 _LATENT: dict[str, Any] = {
@@ -135,6 +148,15 @@ LATENT: dict[str, dict[str, Any]] = {
 another epsilon than latents."""
 CACHED_LATENTS = LATENT["latent-farskip"] | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 80}
 """The sizes for which vLLM has a kernel for CPUs."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    "windows-ladder": WIRINGS["ladder"] | _WINDOWS | {"qk_layernorm": True},
+    "windows-everywhere": WIRINGS["hybrid"] | _WINDOWS | {"window_layers": (0, 1, 2), "attention_output_gate": True},
+    "sinks-hybrid": WIRINGS["hybrid"] | _WINDOWS | _SINKS | {"add_qkv_bias": True, "add_attention_output_bias": True},
+    "late-gpt-oss": WIRINGS["hybrid"] | _GPT_OSS,
+    "sinks-farskip": EXPERTS["experts-farskip"] | _WINDOWS | _SINKS | _YARN,
+    "sinks-longcat": EXPERTS["experts-longcat"] | _WINDOWS | _SINKS,
+}
+"""Sliding windows, which prompts and answers exceed several times, and sinks."""
 SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_RANK = 4
@@ -154,7 +176,7 @@ def write_everything(folder: Path) -> None:
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
-    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT
+    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT | WINDOWS
     changes |= {"cached-latents": CACHED_LATENTS}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.

@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, LATENT, PLAIN, VARIANTS, WIRINGS, make_prompts
+from vllm_plugin.tests.models import (
+    EXPERT_VARIANTS,
+    EXPERTS,
+    LANES,
+    LATENT,
+    PLAIN,
+    VARIANTS,
+    WINDOWS,
+    WIRINGS,
+    make_prompts,
+)
 from vllm_plugin.tests.test_order import ORDER
 
 _ON_CPU = ("eager", "compiled")
 _ON_CUDA = ("pieces", "whole")
-_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *PLAIN, *LATENT)
+_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *PLAIN, *LATENT, *WINDOWS)
 
 
 def _cases() -> Iterator[Any]:
@@ -121,7 +131,7 @@ def test_tokens_with_experts_divided_among_the_ranks(
         assert tokens == references[model]
 
 
-@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *LATENT])
+@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *LATENT, *WINDOWS])
 def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
     module = exported(models / model)
     for prompt, tokens in zip(make_prompts(), references[model], strict=True):

@@ -423,6 +423,9 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
     def __init__(self, config: MegatronLadderConfig) -> None:
         # The constructor of LlamaModel would create and initialise Llama's layers.
         super(LlamaModel, self).__init__(config)
+        implementation = config._attn_implementation
+        if config.has_sinks and implementation not in ("eager", "flex_attention"):
+            raise ValueError(f"attn_implementation {implementation!r} could ignore sinks: use eager or flex_attention")
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)

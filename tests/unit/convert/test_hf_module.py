@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
@@ -130,6 +130,10 @@ def test_models_with_sinks_run_only_where_transformers_has_them(tmp_path: Path) 
     for name in ("sdpa", "flash_attention_2"):
         with pytest.raises((ValueError, ImportError), match="does not support"):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=name)
+    # As servers do.
+    AttentionInterface.register("server", AttentionInterface()["sdpa"])
+    with pytest.raises(ValueError, match="'server' could ignore sinks"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="server")
     for changes in ({"qk_norm": True}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
         with pytest.raises(ValueError, match="expected neither"):
             MegatronLadderConfig(softmax_type="learnable", **changes)
