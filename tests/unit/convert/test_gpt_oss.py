@@ -261,6 +261,8 @@ def test_published_models_are_read() -> None:
         same = {key: getattr(SHAPES[name], key) for key in ("max_position_embeddings", "norm_epsilon", "rotary_base")}
         rope = {key: value for key, value in vars(ModelTraits()).items() if key.startswith(("rope_", "yarn_"))}
         assert replace(model, **same, **rope) == SHAPES[name]
+    silent = {key: value for key, value in GPT_OSS_20B.items() if key not in ("attention_bias", "swiglu_limit")}
+    assert model_config_from_hf(silent) == model_config_from_hf(GPT_OSS_20B)
 
 
 def test_late_gpt_oss_keeps_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
