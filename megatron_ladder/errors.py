@@ -68,7 +68,7 @@ def _shown(value: object) -> str | None:
     """Return a value as users write it; None for switches, which have none, and for no value."""
     if value is None or isinstance(value, bool):
         return None
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
 @dataclass(init=False)

@@ -182,6 +182,10 @@ class ModelFlags(ModelTraits):
     """Sub-blocks between two all-reduces with --residual-mode desync: 2 or 4."""
 
 
+_MOST_POSITIONS = 2**31 - 1
+"""The largest window that programs of other projects read."""
+
+
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Return the sorted layer indices that `--ladder-layers` names.
 
@@ -189,7 +193,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     brackets. Other texts, and layers that do not exist, raise ValueError.
     """
     words = {"all": str(num_layers), "none": "0"}.get(text.strip(), text.strip())
-    if words.isdigit():
+    if words.isdecimal():
         if int(words) > num_layers:
             raise ValueError(f"the upper {words} layers of {num_layers} do not exist")
         return tuple(range(num_layers - int(words), num_layers))
@@ -213,6 +217,8 @@ def parse_window(text: str) -> int:
     size = int(match[1]) + bool(match[2]) if match else 0
     if not size:
         raise ValueError(f"{text!r} is not a number of positions such as 128, nor a pair such as 127,0")
+    if size > _MOST_POSITIONS:
+        raise ValueError(f"expected at most {_MOST_POSITIONS} positions")
     return size
 
 

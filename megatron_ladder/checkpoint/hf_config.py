@@ -89,7 +89,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_windows(model_type, config.get("sliding_window", row.sliding_window) or None, read, per_layer, errors),
+        **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
         **_wiring(model_type, read, layers, errors),
@@ -121,10 +121,10 @@ def _type_error(model_type: object) -> str:
 
 
 def _windows(
-    model_type: str, window: int | None, read: HFKeys, attentions_per_layer: int, errors: KeyErrors
+    model_type: str, stored_window: int | None, read: HFKeys, attentions_per_layer: int, errors: KeyErrors
 ) -> dict[str, Any]:
     """Return the fields of windows; without `layer_types`, every second layer of gpt-oss has one, from the first on."""
-    row, count = TYPES[model_type], read.num_hidden_layers
+    row, count, window = TYPES[model_type], read.num_hidden_layers, stored_window or None
     kinds: Sequence[str] = read.layer_types or []
     if row.windows:
         kinds = _plain_windows(model_type, window, read, errors)
@@ -139,7 +139,9 @@ def _windows(
     if len(kinds) != count and (kinds or window):
         errors.append(("layer_types", read.layer_types, f"one for each of {count} layers"))
     if "sliding_attention" in kinds and window is None:
-        errors.append(("sliding_window", None, "a number of positions, since layer_types has sliding_attention"))
+        errors.append(
+            ("sliding_window", stored_window, "a number of positions, since layer_types has sliding_attention")
+        )
     of_layers = [kinds[first : first + attentions_per_layer] for first in range(0, len(kinds), attentions_per_layer)]
     if any(len({*of_layer}) > 1 for of_layer in of_layers):
         errors.append(("layer_types", kinds, f"the same for both attentions of a layer of {read.residual_mode}"))

@@ -10,6 +10,7 @@ One file is in memory at a time. A conversion that is started again skips the fi
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -142,6 +143,7 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
         return
     # Its execution.
     continued = work.exists()
+    is_new_folder = not work.parent.exists()
     if not continued:
         check_space(conversion.target, total_bytes(files))
     try:
@@ -162,6 +164,10 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     except UserError:
         # No source that can be converted has the same plan.
         shutil.rmtree(work, ignore_errors=True)
+        if is_new_folder:
+            # Another conversion may have begun in it.
+            with suppress(OSError):
+                work.parent.rmdir()
         raise
     except (OSError, SafetensorError) as error:
         reason = describe_full_disk(error) or f"{getattr(error, 'strerror', None) or error}; run the same command again"

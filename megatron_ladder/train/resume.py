@@ -58,6 +58,8 @@ def with_checkpoint(settings: Settings, checkpoint: Checkpoint) -> Settings:
     left = {"vocab_size"}
     if given.get("residual_mode", model["residual_mode"]) != model["residual_mode"]:
         left |= {*WIRING_FIELDS}
+    if "window_attn_skip_freq" in given:
+        left.add("window_layers")
     model = {name: value for name, value in model.items() if name not in left}
     taken = {"seq_length"} if settings.values["finetune"] else _taken(settings)
     run = {name: _read(name, recorded[name], checkpoint) for name in recorded if name in taken - given.keys()}
@@ -123,6 +125,10 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint) -> Iterator[Probl
             del fixes[name]
     elif model.num_layers != run.model.num_layers:
         del fixes["ladder_layers"]
+    if model.num_layers != run.model.num_layers:
+        del fixes["moe_layers"]
+    if (model.num_layers, model.window_size) != (run.model.num_layers, run.model.window_size):
+        del fixes["window_layers"]
     if not run.loads_only_weights:
         recorded = _values(checkpoint.manifest.get("run", {}))
         order = {name: recorded[name] for name in sorted(_declared("keep")) if name in recorded}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas, resolve_model, tensor_parallel_errors
-from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers
+from megatron_ladder.blueprint.model_flags import ModelFlags, parse_layers, parse_window
 from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
@@ -42,10 +42,23 @@ def test_layers_are_named(text: str, expected: tuple[int, ...]) -> None:
     assert parse_layers(text, 32) == expected
 
 
-@pytest.mark.parametrize("text", ["", "33", "5-3", "a"])
-def test_layers_that_do_not_exist_are_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(("text", "found"), [("", "''"), ("33", "33"), ("5-3", "'5-3'"), ("a", "'a'"), ("²", "'²'")])
+def test_layers_that_do_not_exist_are_refused(text: str, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{found} is not |^the upper {found} layers of 32 do not exist"):
         parse_layers(text, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("128", 128), ("127,0", 128), ("(127, 0)", 128), (f"{2**31 - 1}", 2**31 - 1)]
+)
+def test_windows_are_named(text: str, size: int) -> None:
+    assert parse_window(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "-1,-1", "3,1", "1.5", "²", "", f"{2**31}", f"{2**31 - 1},0"])
+def test_windows_that_do_not_exist_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of positions|expected at most 2147483647 positions"):
+        parse_window(text)
 
 
 def test_wiring_flags() -> None:
@@ -131,6 +144,11 @@ def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkey
         ("ladder", {"lanes": 4, "num_key_value_heads": 6}, "--num-key-value-heads 6 and --lanes 4: one must"),
         ("ladder", {"lanes": 4, "ffn_hidden_size": 6}, "--ffn-hidden-size 6 is not divisible by --lanes 4"),
         ("parallel", {"lanes": 4}, "--lanes 4 has no meaning with --residual-mode parallel"),
+        (
+            "ladder",
+            {"window_size": "9", "window_layers": "none"},
+            "--window-size 9 with --window-layers none: expected",
+        ),
     ],
 )
 def test_impossible_models_are_refused(mode: str, changes: dict[str, Any], message: str) -> None:

@@ -53,6 +53,7 @@ def test_models_whose_layers_have_no_windows(tmp_path: Path, kind: str, unused: 
         ("mistral", LISTED, "layer_types: found ['sliding_attention', 'full_attention', 'sliding_attention'"),
         ("qwen2", LISTED, "use_sliding_window: found False, expected true, since layer_types has sliding_attention"),
         ("qwen3", USED | LISTED | {"sliding_window": None}, "sliding_window: found nothing, expected a number"),
+        ("qwen3", USED | LISTED | {"sliding_window": 0}, "sliding_window: found 0, expected a number of positions"),
         ("mixtral", WINDOW, "sliding_window: found 7, expected null: sliding-window attention is not supported"),
         ("qwen3_moe", USED | WINDOW, "sliding_window: found 7, expected null: sliding-window attention is not supp"),
         ("llama", LISTED, "layer_types[0]: found 'sliding_attention', expected 'full_attention'"),

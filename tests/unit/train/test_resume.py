@@ -128,3 +128,20 @@ def test_a_resumed_run_keeps_values_that_need_the_model_of_the_checkpoint() -> N
     assert resume("", experts)[0].training == trained
     changed = resume("--moe-aux-loss-coeff 0", experts)[0].training
     assert changed == replace(trained, moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="seq_aux_loss")
+
+
+def test_a_resumed_run_may_repeat_its_flags_of_windows() -> None:
+    windows = f"{TRAINED} --num-layers 4 --window-size 3,0 --window-attn-skip-freq 2"
+    for words in ("", windows, "--window-attn-skip-freq 2", "--window-layers 0,2", "--window-size 4"):
+        run, errors = resume(words, windows)
+        assert not errors and (run.model.window_size, run.model.window_layers) == (4, (0, 2)), words
+    assert resume("--window-attn-skip-freq 3", windows)[1] == ["--window-layers [0, 1, 3]"]
+
+
+@pytest.mark.parametrize("lists", ["--window-size 3", "--num-experts 2 --moe-router-topk 2"])
+def test_lists_of_layers_are_not_compared_between_models_of_different_depths(lists: str) -> None:
+    assert resume("--num-layers 6", f"{TRAINED} --num-layers 4 {lists}")[1] == ["--num-layers 6"]
+
+
+def test_a_window_that_the_checkpoint_lacks_is_one_error() -> None:
+    assert resume("--window-size 3", TRAINED)[1] == ["--window-size 3"]
