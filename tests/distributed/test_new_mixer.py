@@ -217,7 +217,7 @@ def test_resumed_training_is_bitwise_the_same_and_export_is_refused(gloo_pools: 
 
 def generate(config: ModelConfig, ranks: int, chunk: int | None) -> tuple[list[Generation], list[Any]]:
     """On each rank: continue prompts, and score the same continuations without states."""
-    mesh = mesh_of(ranks, max(1, ranks // config.num_key_value_heads))
+    mesh = mesh_of(ranks)
     model = new_model(config, mesh)
     batch = SlotBatch(model, mesh.tensor, None, None, len(PROMPTS), config.max_position_embeddings, chunk)
     greedy = SamplingParameters(temperature=0.0, logprobs=True)
