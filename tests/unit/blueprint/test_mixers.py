@@ -11,9 +11,10 @@ from ladder_lab.cost.machines import Machine
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.mixers.mixer import StateKind, StateSpec
 from megatron_ladder.blueprint.model import state_bytes
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.model.mixers.mixer import States
 from tests.helpers.sharded import LATENT_WIDTHS, small_model
-from tests.unit.generate.tiny_model import WINDOWS
+from tests.unit.generate.tiny_model import MODELS, WINDOWS, tiny_config
 
 POSITIONS = (1, 3, 4, 5, 17)
 
@@ -95,3 +96,10 @@ def test_windows_in_three_of_four_layers_keep_about_a_quarter() -> None:
     config = small_model(window_size=1024, window_layers=(0, 1, 2), max_position_embeddings=32_768)
     share = state_bytes(config, 1, 32_768, 2) / state_bytes(small_model(), 1, 32_768, 2)
     assert share == (1 + 3 * 1024 / 32_768) / 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_tensor_of_one_dimension_decays(name: str) -> None:
+    """As in Megatron, whose optimizer exempts biases and all other parameters of one dimension."""
+    specs = [*model_tensors(tiny_config(**MODELS[name]))]
+    assert [spec.name for spec in specs if len(spec.shape) == 1 and spec.role.decays] == []
