@@ -89,6 +89,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
+        **_linear_attention(model_type, read, errors),
         **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
@@ -118,6 +119,23 @@ def _type_error(model_type: object) -> str:
         return f"model_type {model_type} needs {lacking}, which are not supported"
     found = "nothing" if model_type is None else repr(model_type)
     return f"model_type: found {found}, expected one of {', '.join(TYPES)}"
+
+
+def _linear_attention(model_type: str, read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
+    """Return the fields of the layers with linear attention; without `layer_types`, each fourth layer has none."""
+    kinds: Sequence[str] = read.layer_types or []
+    if "linear_num_key_heads" not in TYPES[model_type].keys:
+        if "linear_attention" in kinds:
+            errors.append((f"layer_types[{kinds.index('linear_attention')}]", "linear_attention", "'full_attention'"))
+        return {}
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if read.layer_types is None:
+        every = read.full_attention_interval or 4
+        layers = tuple(layer for layer in range(read.num_hidden_layers) if (layer + 1) % every)
+    return {
+        "experimental_attention_variant": "gated_delta_net" if layers else "none",
+        "linear_attention_layers": layers,
+    }
 
 
 def _windows(
@@ -344,6 +362,20 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     for name in written:
         if possible.get(name, True) and _expresses(name, model):
             return name
+    if model.linear_attention_layers:
+        reason = (
+            "{residual_mode} with {experimental_attention_variant}: only the model of Qwen3-Next or Qwen3.5 is written"
+        )
+        raise UserError(
+            Problem(
+                {
+                    "residual_mode": model.residual_mode,
+                    "experimental_attention_variant": model.experimental_attention_variant,
+                },
+                reason,
+                "generate from the checkpoint instead",
+            )
+        )
     lost = _lost_fields(OWN_TYPE, model)
     names = " and ".join(f"{{{name}}}" for name in lost)
     raise UserError(
@@ -391,7 +423,7 @@ def hf_config(
         absent.update(LATENT)
     # transformers' types with windows need a size even if no layer has one.
     values["sliding_window"] = model.window_size or row.sliding_window
-    if values["sliding_window"] is None:
+    if values["sliding_window"] is None and "linear_num_key_heads" not in row.keys:
         absent.update(WINDOWS)
     windows = {}
     if row.windows and model.window_size:
@@ -423,6 +455,12 @@ def hf_config(
     }
 
 
+def _kind_of_layer(model: ModelConfig, layer: int) -> str:
+    if layer in model.linear_attention_layers:
+        return "linear_attention"
+    return "sliding_attention" if layer in model.window_layers else "full_attention"
+
+
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
@@ -435,10 +473,7 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
     return values | {
         "q_lora_rank": model.q_lora_rank or None,
         "num_hidden_layers": attentions,
-        "layer_types": [
-            "sliding_attention" if index * layers // attentions in model.window_layers else "full_attention"
-            for index in range(attentions)
-        ],
+        "layer_types": [_kind_of_layer(model, index * layers // attentions) for index in range(attentions)],
         "norm_topk_prob": not model.moe_router_unnormalized,
         "n_shared_experts": shared_experts,
         "num_shared_experts": shared_experts,

@@ -6,7 +6,7 @@ model.safetensors                  weights; or several files and model.safetenso
 """
 
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architect
 from megatron_ladder.checkpoint.stored_weights import (
     ALTERNATING_PLACES,
     STACK_PLACES,
+    PackPart,
+    PackPlace,
     PlainWeight,
     ReadableWeight,
     StackPart,
@@ -78,6 +80,27 @@ def find_stack(name: str, model_type: str) -> tuple[str, StackPlace]:
     prefix, _, kind = hf_name(name).rpartition(".experts.")
     place = (ALTERNATING_PLACES if TYPES[model_type].alternating_experts else STACK_PLACES)[kind]
     return f"{prefix}.experts.{place.stack}", place
+
+
+def find_pack(
+    name: str, model: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, PackPlace] | None:
+    """Return the name of the pack that holds a tensor of a mixer in a type, and the tensor's place in it; None if none.
+
+    `shapes` are those of all tensors of the model.
+    """
+    layer, _, part = name.removeprefix("layers.").partition(".attention.")
+    if not part:
+        return None
+    mixer = "linear_attn." if int(layer) in model.linear_attention_layers else "self_attn."
+    for pack, (groups_field, parts) in TYPES[model_type].packs.items():
+        if pack.startswith(mixer) and part in parts:
+            groups = getattr(model, groups_field) if groups_field else 1
+            counts = [shapes[f"layers.{layer}.attention.{other}"][0] // groups for other in parts]
+            at = parts.index(part)
+            place = PackPlace(groups, sum(counts), sum(counts[:at]), counts[at], pack == "linear_attn.conv1d.weight")
+            return f"model.layers.{layer}.{pack}", place
+    return None
 
 
 @dataclass(frozen=True)
@@ -312,7 +335,10 @@ def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Ten
 def _stored_as(
     spec: TensorSpec, model_type: str, type_names: Sequence[tuple[str, str]], found: Container[str]
 ) -> tuple[list[str], tuple[int, ...], StackPlace | None]:
-    """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack."""
+    """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack.
+
+    Weights in packs: see `find_pack`.
+    """
     if spec.expert_dim is None:
         return [hf_name(spec.name, type_names=type_names)], spec.shape, None
     stack, place = find_stack(spec.name, model_type)
@@ -338,8 +364,15 @@ def _expected_tensors(
     """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one."""
     tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
     type_names = _type_names(model_type, found)
-    for spec in model_tensors(model):
-        names, shape, place = _stored_as(spec, model_type, type_names, found)
+    specs = [*model_tensors(model)]
+    shapes = {spec.name: spec.shape for spec in specs}
+    for spec in specs:
+        place: StackPlace | None = None
+        packed = find_pack(spec.name, model, model_type, shapes)
+        if packed is None:
+            names, shape, place = _stored_as(spec, model_type, type_names, found)
+        else:
+            names, shape = [packed[0]], packed[1].pack_shape(spec.shape)
         parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""
@@ -356,6 +389,8 @@ def _expected_tensors(
             elif dtype != first:
                 errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
         source = f"{path}: {names[0]}" if len(names) == 1 else f"{path}: {names[0]} to {names[-1]}"
-        held = parts.values() if place is None else [StackPart(parts[names[0]], place)]
+        held: Iterable[ReadableWeight] = parts.values() if place is None else [StackPart(parts[names[0]], place)]
+        if packed is not None:
+            held = [PackPart(parts[names[0]], packed[1])]
         tensors[spec.name] = HFWeight(source, tuple(held), spec.shape)
     return tensors, weights

@@ -65,8 +65,16 @@ class HFKeys(Struct):
     sliding_window: Annotated[_Count | None, "window_size"] = None
     use_sliding_window: bool | None = None
     max_window_layers: _Count | None = None
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = None
     softmax_type: Literal["vanilla", "learnable"] | None = None
+    full_attention_interval: _Size | None = None
+    linear_conv_kernel_dim: _Size | None = None
+    linear_key_head_dim: _Size | None = None
+    linear_value_head_dim: _Size | None = None
+    linear_num_key_heads: _Size | None = None
+    linear_num_value_heads: _Size | None = None
+    attn_output_gate: bool | None = None
+    output_gate_type: str | None = None
     partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: HFRope | None = None

@@ -97,11 +97,8 @@ UNREADABLE: dict[str, tuple[str, ...]] = {
     "phimoe": (_LAYER_NORM, "a sparse mixer of experts"),
     "qwen2_5_vl": (_IMAGES,),
     "qwen2_vl": (_IMAGES,),
-    "qwen3_5": (_LINEAR, _IMAGES),
-    "qwen3_5_moe": (_LINEAR, _SHARED_GATE, _IMAGES),
-    "qwen3_5_moe_text": (_LINEAR, _SHARED_GATE),
-    "qwen3_5_text": (_LINEAR,),
-    "qwen3_next": (_LINEAR, _SHARED_GATE),
+    "qwen3_5": (_IMAGES,),
+    "qwen3_5_moe": (_IMAGES,),
     "qwen3_vl": (_IMAGES,),
     "qwen3_vl_moe": (_IMAGES,),
     "smollm3": ("layers without rotary embeddings",),
@@ -171,6 +168,10 @@ class _Type:
     """Part of a tensor's name in most types, and in files of this one."""
     module_names: tuple[tuple[str, str], ...] = ()
     """The same for files with the names of transformers' modules, which have the first part of `names`."""
+    packs: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Parts of the names of tensors that hold rows of a mixer -> the field with the number of groups of rows, or "" for
+    one, and the canonical parts of the names of whose rows each group has. Those of layers with linear attention begin
+    with `linear_attn`."""
     needs_source: bool = False
     """Whether only a model that was imported from this type is written as it, because more programs read another type
     that expresses the same models."""
@@ -198,6 +199,21 @@ _MIXTRAL_NAMES = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
+LINEAR: tuple[str, ...] = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+)
+LINEAR += ("linear_num_value_heads",)
+_GATED_QUERIES = {"self_attn.q_proj.weight": ("num_attention_heads", ("q_proj.weight", "gate_proj.weight"))}
+_DELTA = {
+    "linear_attn.conv1d.weight": ("", ("q_conv.weight", "k_conv.weight", "v_conv.weight")),
+    "linear_attn.A_log": ("", ("A_log",)),
+    "linear_attn.dt_bias": ("", ("dt_bias",)),
+    "linear_attn.norm.weight": ("", ("norm.weight",)),
+    "linear_attn.out_proj.weight": ("", ("o_proj.weight",)),
+}
 _SHARED_EXPERT_NAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 _HY_NAMES = (
     (".mlp.gate.weight", ".mlp.router.gate.weight"),
@@ -216,6 +232,40 @@ _DEEPSEEK_V3 = _Type(
     has_output_bias=True,
     fixed_with_experts=_SIGMOID,
 )
+_QWEN3_NEXT = _Type(
+    architecture="Qwen3NextForCausalLM",
+    required=("num_key_value_heads", "head_dim", *LINEAR),
+    experts=(
+        *("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
+        "shared_expert_intermediate_size",
+    ),
+    # vLLM reads the type of the states.
+    constants={"mamba_ssm_dtype": "float32"},
+    same={"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"},
+    keys=(*LINEAR, "layer_types"),
+    fixed={"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
+    fixed_with_experts={"moe_shared_expert_gate": True},
+    sliding_window=None,
+    partial_rotary_factor=0.25,
+    names=_SHARED_EXPERT_NAMES,
+    packs={
+        **_GATED_QUERIES,
+        **_DELTA,
+        "linear_attn.in_proj_qkvz.weight": (
+            "linear_num_key_heads",
+            ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight"),
+        ),
+        "linear_attn.in_proj_ba.weight": ("linear_num_key_heads", ("b_proj.weight", "a_proj.weight")),
+    },
+)
+_QWEN3_5_PACKS = {
+    **_GATED_QUERIES,
+    **_DELTA,
+    "linear_attn.in_proj_qkv.weight": ("", ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+    "linear_attn.in_proj_z.weight": ("", ("gate_proj.weight",)),
+    "linear_attn.in_proj_b.weight": ("", ("b_proj.weight",)),
+    "linear_attn.in_proj_a.weight": ("", ("a_proj.weight",)),
+}
 TYPES = {
     "llama": _LLAMA,
     "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW, windows="all"),
@@ -358,6 +408,23 @@ TYPES = {
         names=((".mlp.gate.", ".mlp.router."),),
         alternating_experts=True,
     ),
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        architecture="Qwen3_5ForCausalLM",
+        experts=(),
+        fixed_with_experts={},
+        names=(),
+        packs=_QWEN3_5_PACKS,
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT,
+        architecture="Qwen3_5MoeForCausalLM",
+        experts=("num_experts", *_EXPERTS, "shared_expert_intermediate_size"),
+        # No layer has this width.
+        defaults={"intermediate_size": 1},
+        packs=_QWEN3_5_PACKS,
+    ),
+    "qwen3_next": replace(_QWEN3_NEXT, needs_source=True),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
         experts=(

@@ -167,6 +167,9 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
         reason = "{load}: the model depends on which heads and neurons share a rank, so they cannot be exchanged"
         raise UserError(Problem({"load": options.load}, reason, "arrange the model that it was made from"))
     target = rewired(model, options)[0]
+    if model.linear_attention_layers:
+        reason = "{load}: the heads of gated DeltaNet cannot be arranged"
+        raise UserError(Problem({"load": options.load}, reason, "convert without it"))
     if options.lanes is None or options.lanes < 2:
         raise UserError(Problem({"lanes": options.lanes}, "{lanes}: give the number of lanes to arrange, at least 2"))
     if not target.lanes:

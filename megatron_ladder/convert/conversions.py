@@ -357,6 +357,13 @@ def _exported(
     new_dtype = tensor.dtype if dtype is None or spec.role is Role.STATE else dtype
     cast = replace(tensor, dtype=new_dtype)
     names = TYPES[model_type].names
+    shapes = {name: other.shape for name, other in source.specs.items()}
+    if (packed := hf_directory.find_pack(tensor.name, source.model, model_type, shapes)) is not None:
+        key, pack_place = packed
+        if pack_place.start == 0:
+            read = partial(_packed, source, key, model_type, pack_place.pack_shape(tensor.shape), tensor.dtype)
+            yield replace(cast, key=key, shape=pack_place.pack_shape(tensor.shape), read=read)
+        return
     if spec.expert_dim is None:
         yield replace(cast, key=hf_directory.hf_name(tensor.name, type_names=names))
         return
@@ -370,6 +377,18 @@ def _exported(
         key = hf_directory.hf_name(tensor.name, expert, names)
         read = partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
+
+
+def _packed(source: TrainingCheckpoint, key: str, model_type: str, shape: Sequence[int], dtype: str) -> Tensor:
+    """Return the pack of this name with the rows of all of its tensors."""
+    pack = torch.empty(*shape, dtype=getattr(torch, dtype))
+    shapes = {name: spec.shape for name, spec in source.specs.items()}
+    for name in source.specs:
+        packed = hf_directory.find_pack(name, source.model, model_type, shapes)
+        if packed is not None and packed[0] == key:
+            place = packed[1]
+            place.view(pack).copy_(source.read(name, "weight").unflatten(0, (place.groups, place.count)))
+    return pack
 
 
 def _alternating(source: TrainingCheckpoint, first: CopiedTensor) -> Tensor:

@@ -21,8 +21,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
     SolarOpenForCausalLM,
     YoutuForCausalLM,
 )
@@ -67,6 +70,21 @@ QWEN2_MOE = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 36,
     "norm_topk_prob": False,
+}
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+DELTA_EXPERTS = DELTA | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
 }
 HY = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 12, "head_dim": 20}
 DENSE_LATENT = {
@@ -114,6 +132,9 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
     "qwen3_moe": (Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
     "qwen2_moe": (Qwen2MoeForCausalLM, QWEN2_MOE),
+    "qwen3_next": (Qwen3NextForCausalLM, DELTA_EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_5_text": (Qwen3_5ForCausalLM, DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeForCausalLM, DELTA_EXPERTS),
     "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM | {"use_qk_norm": True}),
     "hy_v3": (HYV3ForCausalLM, HY),
     "dots1": (Dots1ForCausalLM, EXPERTS | GLM | {"first_k_dense_replace": 1}),

@@ -14,7 +14,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.mixers.gated_delta import DeltaOperands, _delta_chunks, _delta_step
+from megatron_ladder.model.mixers.gated_delta import (
+    DeltaOperands,
+    _delta_chunks,
+    _delta_step,
+    _split_heads,
+)
 from megatron_ladder.model.mixers.mixer import States
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.sub_block import SequenceContext
@@ -214,6 +219,16 @@ def test_bf16_models_compute_decays_and_states_in_fp32() -> None:
     expected = mix(exact, rows.double())
     error = (mix(model, rows).double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 0.006
+    generator = torch.Generator().manual_seed(2)
+    shapes = (9, 2, 2 * KEY_HEADS * KEY + 6 * VALUE), (9, 2, 6), (9, 2, 6), (6,), (6,)
+    drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    channels = KEY_HEADS * KEY, KEY_HEADS * KEY, 6 * VALUE
+    found, exact_parts = (
+        _split_heads(x.to(torch.promote_types(x.dtype, torch.float32)), b, a, channels, KEY, scale, offset, None)
+        for x, b, a, scale, offset in (drawn, [part.double() for part in drawn])
+    )
+    for part, exact_part in zip(found[3:], exact_parts[3:], strict=True):
+        assert (part - exact_part).abs().max() <= 1e-6 * exact_part.abs().max()
     states = States.allocate(config, 1, 1, 8, torch.bfloat16, CPU).tensors[0]
     assert {name: state.dtype for name, state in states.items()} == {
         "convolution": torch.bfloat16,
