@@ -23,12 +23,12 @@ from megatron_ladder.blueprint.model_flags import LEARNING_CHECKS, ModelFlags
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import Settings, flag_words, read_command_line
-from megatron_ladder.config.run import read_run
+from megatron_ladder.config.run import SECTIONS, read_run
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
-from megatron_ladder.flags import find_problems
+from megatron_ladder.flags import find_problems, keyword_name, section_flags
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import check_hardware, load_engine, new_request
@@ -73,9 +73,21 @@ def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[st
         if ModelFlags not in sections:
             fix = "a GPU is used if there is one: set CUDA_VISIBLE_DEVICES to choose it, or to nothing for the CPU"
         raise UserError(f"{function}: device is not a keyword: {fix}")
-    settings = read_command_line(sections, flag_words(keywords), function, "", are_keywords=True)
+    settings = read_command_line(sections, _words(sections, keywords), function, "", are_keywords=True)
     with settings.words.in_messages():
         yield settings.build(sections)
+
+
+def _words(sections: Sequence[type], keywords: Mapping[str, Any]) -> list[str]:
+    """Return keywords as a command line, in which a list for a flag of one value is a text such as `[2]`, layer 2."""
+    flags = [one for one in section_flags(*sections) if not one.value_type.many]
+    single = {keyword_name(spelling) for one in flags for spelling in one.spellings}
+    texts = {
+        name: f"[{','.join(map(str, value))}]"
+        for name, value in keywords.items()
+        if name in single and isinstance(value, list | tuple)
+    }
+    return flag_words({**keywords, **texts})
 
 
 class TrainingRun:
@@ -231,7 +243,7 @@ def open_training(**flags: Any) -> TrainingRun:
 
     With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
     """
-    settings = read_run(flag_words(flags), "open_training()")
+    settings = read_run(_words(SECTIONS, flags), "open_training()")
     if settings.given.get("skip_train"):
         raise UserError("skip_train=True: open_training() needs training data: remove it, and call run.evaluate()")
     _check_no_process_groups("open_training")

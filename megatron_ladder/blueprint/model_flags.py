@@ -213,7 +213,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
 
 def parse_window(text: str) -> int:
     """Return the positions that `--window-size` shows, or raise ValueError."""
-    match = re.fullmatch(r"\(?\s*(\d+)\s*(,\s*0\s*)?\)?", text)
+    match = re.fullmatch(r"[(\[]?\s*(\d+)\s*(,\s*0\s*)?[)\]]?", text)
     size = int(match[1]) + bool(match[2]) if match else 0
     if not size:
         raise ValueError(f"{text!r} is not a number of positions such as 128, nor a pair such as 127,0")

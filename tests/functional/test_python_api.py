@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -234,6 +235,23 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
     for tokens, labels in (words, -words), (words % 5, words), (-words, words % 5):
         with pytest.raises(RuntimeError, match="expected 0 to 4; labels may be -100"):
             model(tokens, labels)
+
+
+def test_lists_of_layers_are_layers() -> None:
+    from megatron_ladder.api import build_model, training
+
+    sizes: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2}
+    layers = {"residual_mode": "ladder", "ladder_layers": [2], "window_size": (3, 0), "window_layers": (0, 2)}
+    config = build_model(9, **sizes, **layers).config
+    assert (config.ladder_layers, config.window_size, config.window_layers) == ((2,), 4, (0, 2))
+    with pytest.raises(UserError, match=r"^window_layers \[\]: '' is not all, none, N"):
+        build_model(9, **sizes, window_size=4, window_layers=[])
+    with (
+        pytest.raises(UserError, match=r"window_size \[2,1\]: '\[2,1\]' is not a number of positions") as caught,
+        training(**sizes, window_size=[2, 1], train_iters=1, lr=1, vocab_size=9, data_path="no"),
+    ):
+        raise AssertionError
+    assert len(caught.value.messages) == 1
 
 
 def test_runs_and_generators_on_ranks_are_open_one_at_a_time(tmp_path: Path) -> None:

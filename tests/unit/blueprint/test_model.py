@@ -49,7 +49,7 @@ def test_layers_that_do_not_exist_are_refused(text: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("128", 128), ("127,0", 128), ("(127, 0)", 128), (f"{2**31 - 1}", 2**31 - 1)]
+    ("text", "size"), [("128", 128), ("127,0", 128), ("(127, 0)", 128), ("[127,0]", 128), (f"{2**31 - 1}", 2**31 - 1)]
 )
 def test_windows_are_named(text: str, size: int) -> None:
     assert parse_window(text) == size
