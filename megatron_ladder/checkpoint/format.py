@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 IMPORTED = "hugging_face"
 """Key of a manifest: type and special token ids of the directory from which a model was imported."""
+IMPORTED_DTYPES = "element_types"
+"""Key of that entry: the element types of tensors that differ from that of the embedding, by canonical name."""
 HF_CONFIG = "config.json"
 """The file that makes a directory one of Hugging Face."""
 GENERATION_CONFIG = "generation_config.json"
@@ -115,6 +117,12 @@ class Checkpoint:
     def imported_type(self) -> str:
         """The `model_type` of the directory from which the model was imported; "" if it was not."""
         return str((self.manifest.get(IMPORTED) or {}).get("model_type", ""))
+
+    @property
+    def imported_dtypes(self) -> dict[str, str]:
+        """The element types in that directory of tensors that had another one than the embedding."""
+        dtypes: dict[str, str] = (self.manifest.get(IMPORTED) or {}).get(IMPORTED_DTYPES, {})
+        return dtypes
 
     @property
     def imported_ids(self) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from megatron_ladder.checkpoint.hf_types import (
     GROUPS,
     INSTELLA_TYPE,
     LATENT,
+    LINEAR,
     OWN_TYPE,
     SIZES,
+    TEXT_TYPES,
     TRAITS,
     TYPES,
     UNREADABLE,
@@ -47,6 +49,7 @@ def model_config_from_hf(
 
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
+    config = text_config(config, source)
     model_type = type_of(config)
     errors = KeyErrors()
     if model_type not in TYPES:
@@ -89,7 +92,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_linear_attention(model_type, read, errors),
+        **_linear_layers(model_type, read, errors),
         **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
@@ -105,6 +108,23 @@ def model_config_from_hf(
     return model.canonical()
 
 
+def text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return the `config.json` of the language model of a model with a vision tower, and any other one as it is."""
+    model_type, inner = type_of(config), config.get("text_config")
+    if model_type not in TEXT_TYPES:
+        return config
+    if not isinstance(inner, dict):
+        raise UserError(
+            f"{source}: text_config: found {inner!r:.100}, expected an object with the keys of the text model"
+        )
+    tied = {bool(keys["tie_word_embeddings"]) for keys in (config, inner) if "tie_word_embeddings" in keys}
+    if len(tied) > 1:
+        raise UserError(f"{source}: tie_word_embeddings and text_config.tie_word_embeddings differ: expected one value")
+    written = TEXT_TYPES[model_type]
+    outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config")}
+    return {**outer, **inner, "model_type": written, "architectures": [TYPES[written].architecture]}
+
+
 def _spellings(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the key of the file for each field of a model; keys that are given take precedence over synonyms."""
     keys = {**FIELDS, **{key: field for fields in ROPE_FIELDS.values() for key, field in fields.items()}}
@@ -118,24 +138,27 @@ def _type_error(model_type: object) -> str:
         lacking = f"{', '.join(others)} and {last}" if others else last
         return f"model_type {model_type} needs {lacking}, which are not supported"
     found = "nothing" if model_type is None else repr(model_type)
-    return f"model_type: found {found}, expected one of {', '.join(TYPES)}"
+    return f"model_type: found {found}, expected one of {', '.join((*TYPES, *TEXT_TYPES))}"
 
 
-def _linear_attention(model_type: str, read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
-    """Return the fields of the layers with linear attention; without `layer_types`, each fourth layer has none."""
-    kinds: Sequence[str] = read.layer_types or []
-    if "linear_num_key_heads" not in TYPES[model_type].keys:
-        if "linear_attention" in kinds:
-            errors.append((f"layer_types[{kinds.index('linear_attention')}]", "linear_attention", "'full_attention'"))
+def _linear_layers(model_type: str, read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
+    """Return the fields of linear attention, of which a type has all or none."""
+    count = read.num_hidden_layers
+    kinds: Sequence[str] | None = read.layer_types
+    if not TYPES[model_type].linear_tensors:
+        if kinds is not None and "linear_attention" in kinds:
+            index = kinds.index("linear_attention")
+            errors.append((f"layer_types[{index}]", kinds[index], f"another kind in a {model_type} model"))
         return {}
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-    if read.layer_types is None:
+    if kinds is None:
         every = read.full_attention_interval or 4
-        layers = tuple(layer for layer in range(read.num_hidden_layers) if (layer + 1) % every)
-    return {
-        "experimental_attention_variant": "gated_delta_net" if layers else "none",
-        "linear_attention_layers": layers,
-    }
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(count)]
+    if len(kinds) != count or "sliding_attention" in kinds:
+        errors.append(("layer_types", kinds, f"linear_attention or full_attention for each of {count} layers"))
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return {key: getattr(ModelConfig, key) for key in LINEAR}
+    return {"experimental_attention_variant": "gated_delta_net", "linear_attention_layers": layers}
 
 
 def _windows(
@@ -144,6 +167,8 @@ def _windows(
     """Return the fields of windows; without `layer_types`, every second layer of gpt-oss has one, from the first on."""
     row, count, window = TYPES[model_type], read.num_hidden_layers, stored_window or None
     kinds: Sequence[str] = read.layer_types or []
+    if row.linear_tensors:
+        return {}
     if row.windows:
         kinds = _plain_windows(model_type, window, read, errors)
     elif "layer_types" not in row.keys:
@@ -327,9 +352,6 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
         UserError: no type expresses the model, the exported code lacks a mixer or a part of its attention, or
             lanes, or ranks of desync, that read different streams share key and value heads.
     """
-    mixers = [model.mixer_of(layer) for layer in range(model.num_layers)]
-    if lacking := sorted({mixer.name for mixer in mixers if not mixer.is_exported}):
-        raise UserError(f"{' and '.join(lacking)} cannot be exported: generate from the checkpoint instead")
     if model.softmax_type == "learnable":
         raise_user_errors(
             Problem(
@@ -359,23 +381,15 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     if model.kv_lora_rank and not model.yarn_correction_range_round_to_int:
         # vLLM's DeepSeek rounds the indices of YaRN.
         written = [OWN_TYPE]
+    mixers = [model.mixer_of(layer) for layer in range(model.num_layers)]
+    lacking = sorted({mixer.name for mixer in mixers if not mixer.is_exported})
     for name in written:
-        if possible.get(name, True) and _expresses(name, model):
+        if possible.get(name, True) and not (lacking and name == OWN_TYPE) and _expresses(name, model):
             return name
-    if model.linear_attention_layers:
-        reason = (
-            "{residual_mode} with {experimental_attention_variant}: only the model of Qwen3-Next or Qwen3.5 is written"
-        )
-        raise UserError(
-            Problem(
-                {
-                    "residual_mode": model.residual_mode,
-                    "experimental_attention_variant": model.experimental_attention_variant,
-                },
-                reason,
-                "generate from the checkpoint instead",
-            )
-        )
+    if lacking:
+        reason = f"{' and '.join(lacking)} with {{residual_mode}} cannot be exported"
+        fix = "generate from the checkpoint instead"
+        raise UserError(Problem({"residual_mode": model.residual_mode}, reason, fix))
     lost = _lost_fields(OWN_TYPE, model)
     names = " and ".join(f"{{{name}}}" for name in lost)
     raise UserError(
@@ -423,8 +437,8 @@ def hf_config(
         absent.update(LATENT)
     # transformers' types with windows need a size even if no layer has one.
     values["sliding_window"] = model.window_size or row.sliding_window
-    if values["sliding_window"] is None and "linear_num_key_heads" not in row.keys:
-        absent.update(WINDOWS)
+    if values["sliding_window"] is None:
+        absent.update({*WINDOWS} - ({"layer_types"} if row.linear_tensors else set()))
     windows = {}
     if row.windows and model.window_size:
         values |= {"use_sliding_window": True, "max_window_layers": model.window_layers[0]}
@@ -455,25 +469,21 @@ def hf_config(
     }
 
 
-def _kind_of_layer(model: ModelConfig, layer: int) -> str:
-    if layer in model.linear_attention_layers:
-        return "linear_attention"
-    return "sliding_attention" if layer in model.window_layers else "full_attention"
-
-
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
     attentions = layers * _attentions_per_layer(model.residual_mode)
     shared_experts = model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1)
     values = {key: getattr(model, name) for key, name in FIELDS.items()}
+    kinds = dict.fromkeys(model.window_layers, "sliding_attention")
+    kinds |= dict.fromkeys(model.linear_attention_layers, "linear_attention")
     if model.kv_lora_rank:
         # As in transformers, whose rotary embedding and cache read them.
         values |= {"num_key_value_heads": model.num_attention_heads, "head_dim": model.qk_rope_head_dim}
     return values | {
         "q_lora_rank": model.q_lora_rank or None,
         "num_hidden_layers": attentions,
-        "layer_types": [_kind_of_layer(model, index * layers // attentions) for index in range(attentions)],
+        "layer_types": [kinds.get(index * layers // attentions, "full_attention") for index in range(attentions)],
         "norm_topk_prob": not model.moe_router_unnormalized,
         "n_shared_experts": shared_experts,
         "num_shared_experts": shared_experts,

@@ -5,8 +5,9 @@ model.safetensors                  weights; or several files and model.safetenso
                                    {"weight_map": {tensor: file}}
 """
 
+import itertools
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,15 @@ from megatron_ladder.blueprint.specs import TensorSpec
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.dequantisation import take_quantised
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
-from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TYPES, plain_architecture, type_of
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf, text_config
+from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TEXT_PREFIX, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.stored_weights import (
     ALTERNATING_PLACES,
     STACK_PLACES,
-    PackPart,
-    PackPlace,
     PlainWeight,
     ReadableWeight,
-    StackPart,
+    RowsPlace,
     StackPlace,
     StoredWeight,
 )
@@ -78,29 +78,8 @@ def hf_name(name: str, expert: int | None = None, type_names: Sequence[tuple[str
 def find_stack(name: str, model_type: str) -> tuple[str, StackPlace]:
     """Return the name of the stack that can hold the matrices or biases of experts in a type, and their place in it."""
     prefix, _, kind = hf_name(name).rpartition(".experts.")
-    place = (ALTERNATING_PLACES if TYPES[model_type].alternating_experts else STACK_PLACES)[kind]
+    place = (ALTERNATING_PLACES if TYPES[model_type].expert_stacks == "alternating" else STACK_PLACES)[kind]
     return f"{prefix}.experts.{place.stack}", place
-
-
-def find_pack(
-    name: str, model: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, PackPlace] | None:
-    """Return the name of the pack that holds a tensor of a mixer in a type, and the tensor's place in it; None if none.
-
-    `shapes` are those of all tensors of the model.
-    """
-    layer, _, part = name.removeprefix("layers.").partition(".attention.")
-    if not part:
-        return None
-    mixer = "linear_attn." if int(layer) in model.linear_attention_layers else "self_attn."
-    for pack, (groups_field, parts) in TYPES[model_type].packs.items():
-        if pack.startswith(mixer) and part in parts:
-            groups = getattr(model, groups_field) if groups_field else 1
-            counts = [shapes[f"layers.{layer}.attention.{other}"][0] // groups for other in parts]
-            at = parts.index(part)
-            place = PackPlace(groups, sum(counts), sum(counts[:at]), counts[at], pack == "linear_attn.conv1d.weight")
-            return f"model.layers.{layer}.{pack}", place
-    return None
 
 
 @dataclass(frozen=True)
@@ -145,8 +124,8 @@ class HFDirectory:
     """A directory whose files agree with its config.json.
 
     `tensors` has the weights by canonical name, in the model's order, and `weights` by their names in the files.
-    `token_ids` are the ids of special tokens. `stored` is the number of tensors in the files, of which those of layers
-    beyond the last one, which predict further tokens (`num_nextn_predict_layers`), are `dropped`.
+    `token_ids` are the ids of special tokens. `stored` is the number of tensors in the files, some of which are
+    `dropped`: their numbers by what they belong to.
     """
 
     path: Path
@@ -156,7 +135,7 @@ class HFDirectory:
     weights: Mapping[str, StoredWeight]
     token_ids: Mapping[str, Any]
     stored: int
-    dropped: int
+    dropped: Mapping[str, int]
 
     @property
     def model_type(self) -> str:
@@ -166,12 +145,7 @@ class HFDirectory:
     @property
     def notes(self) -> list[str]:
         """Return one line for each part of the directory that is ignored or converted."""
-        notes: list[str] = []
-        if self.dropped:
-            notes.append(
-                f"{self.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
-                f"model.layers.{self.model.num_layers} and beyond, are dropped"
-            )
+        notes = [f"{count} tensors of {owner} are dropped" for owner, count in self.dropped.items()]
         if self.quantization:
             notes.append(f"weights are stored in {self.quantization} and read as bfloat16")
         if "auto_map" in self.config and self.model_type != OWN_TYPE:
@@ -235,8 +209,8 @@ def open_hf_directory(path: Path) -> HFDirectory:
             reason = "{path}: holds training checkpoints, which need no import: give it to {load}"
             raise UserError(Problem({}, reason, path=path))
         raise UserError(f"{path}: has no {HF_CONFIG}, expected a Hugging Face directory with safetensors")
-    config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
+    config = text_config(_read_json_file(path, HF_CONFIG), source)
     model_type = type_of(config)
     plain = plain_architecture(model_type)
     if plain and "auto_map" in config and config.get("architectures") != [plain]:
@@ -248,7 +222,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     count = len(stored)
     model = model_config_from_hf(config, source, count)
     errors: list[str] = []
-    dropped = _drop_predicting_layers(config, model, stored)
+    dropped = _drop_tensors(config, model, stored)
     found = _stored_weights(path, config, stored)
     tensors, weights = _expected_tensors(path, model, model_type, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
@@ -311,17 +285,18 @@ def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
     return {key: stored_tensor(path, opened, key) for key in opened.keys()}  # noqa: SIM118
 
 
-def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> int:
-    """Remove the tensors of layers that predict further tokens from `found`; return their number."""
-    key = "num_nextn_predict_layers"
-    if key not in TYPES[type_of(config)].constants:
-        return 0
-    beyond = range(model.num_layers, model.num_layers + (config.get(key) or 0))
-    layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
-    names = [name for name, match in layers.items() if match and int(match[1]) in beyond]
-    for name in names:
+def _drop_tensors(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> dict[str, int]:
+    """Remove tensors that are not read from `found`; return their numbers by what they belong to."""
+    row, key, count = TYPES[type_of(config)], "num_nextn_predict_layers", model.num_layers
+    names = {owner: [name for name in found if name.startswith(prefix)] for prefix, owner in row.left_out.items()}
+    if key in row.constants:
+        beyond = range(count, count + (config.get(key) or 0))
+        layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
+        owner = f"layers that predict further tokens ({key}), model.layers.{count} and beyond,"
+        names[owner] = [name for name, match in layers.items() if match and int(match[1]) in beyond]
+    for name in itertools.chain.from_iterable(names.values()):
         del found[name]
-    return len(names)
+    return {owner: len(dropped) for owner, dropped in names.items() if dropped}
 
 
 def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Tensor]) -> dict[str, StoredWeight]:
@@ -329,16 +304,21 @@ def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Ten
     plain, errors = dict(stored), list[str]()
     weights = take_quantised(config, plain, errors)
     raise_user_errors(limited([f"{path}: {error}" for error in errors]))
-    return weights | {name: PlainWeight(tensor) for name, tensor in plain.items()}
+    weights |= {name: PlainWeight(tensor) for name, tensor in plain.items()}
+    return {re.sub(f"^{re.escape(TEXT_PREFIX)}", "model.", name): weight for name, weight in weights.items()}
 
 
 def _stored_as(
-    spec: TensorSpec, model_type: str, type_names: Sequence[tuple[str, str]], found: Container[str]
-) -> tuple[list[str], tuple[int, ...], StackPlace | None]:
-    """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in a stack.
-
-    Weights in packs: see `find_pack`.
-    """
+    spec: TensorSpec,
+    model_type: str,
+    type_names: Sequence[tuple[str, str]],
+    joined: Mapping[str, JoinedRows],
+    found: Container[str],
+) -> tuple[list[str], tuple[int, ...], StackPlace | RowsPlace | None]:
+    """Return the names of the tensors that hold a weight, the shape of each, and the weight's place in one of many."""
+    if spec.name in joined:
+        rows = joined[spec.name]
+        return [rows.name], rows.shape, rows.place_of(spec)
     if spec.expert_dim is None:
         return [hf_name(spec.name, type_names=type_names)], spec.shape, None
     stack, place = find_stack(spec.name, model_type)
@@ -364,15 +344,9 @@ def _expected_tensors(
     """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one."""
     tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
     type_names = _type_names(model_type, found)
-    specs = [*model_tensors(model)]
-    shapes = {spec.name: spec.shape for spec in specs}
-    for spec in specs:
-        place: StackPlace | None = None
-        packed = find_pack(spec.name, model, model_type, shapes)
-        if packed is None:
-            names, shape, place = _stored_as(spec, model_type, type_names, found)
-        else:
-            names, shape = [packed[0]], packed[1].pack_shape(spec.shape)
+    joined = joined_tensors(model, model_type)
+    for spec in model_tensors(model):
+        names, shape, place = _stored_as(spec, model_type, type_names, joined, found)
         parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""
@@ -389,8 +363,6 @@ def _expected_tensors(
             elif dtype != first:
                 errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
         source = f"{path}: {names[0]}" if len(names) == 1 else f"{path}: {names[0]} to {names[-1]}"
-        held: Iterable[ReadableWeight] = parts.values() if place is None else [StackPart(parts[names[0]], place)]
-        if packed is not None:
-            held = [PackPart(parts[names[0]], packed[1])]
+        held = parts.values() if place is None else [place.part_of(parts[names[0]])]
         tensors[spec.name] = HFWeight(source, tuple(held), spec.shape)
     return tensors, weights

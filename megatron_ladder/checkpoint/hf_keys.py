@@ -66,7 +66,6 @@ class HFKeys(Struct):
     use_sliding_window: bool | None = None
     max_window_layers: _Count | None = None
     layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = None
-    softmax_type: Literal["vanilla", "learnable"] | None = None
     full_attention_interval: _Size | None = None
     linear_conv_kernel_dim: _Size | None = None
     linear_key_head_dim: _Size | None = None
@@ -75,6 +74,8 @@ class HFKeys(Struct):
     linear_num_value_heads: _Size | None = None
     attn_output_gate: bool | None = None
     output_gate_type: str | None = None
+    mamba_ssm_dtype: str | None = None
+    softmax_type: Literal["vanilla", "learnable"] | None = None
     partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: HFRope | None = None

@@ -5,7 +5,7 @@ This module needs only the standard library, because `--help` lists the types.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 OWN_TYPE = "megatron_ladder"
 """`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
@@ -27,7 +27,6 @@ _MAMBA = "Mamba layers"
 _LINEAR = "linear attention"
 _INDEXER = "sparse attention with an indexer"
 _SINKS = "attention sinks"
-_SHARED_GATE = "a shared expert behind a gate"
 _CHUNKED = "chunked attention"
 _POSITIONS = "learned positions"
 _SQUARED = "squared ReLU"
@@ -97,8 +96,6 @@ UNREADABLE: dict[str, tuple[str, ...]] = {
     "phimoe": (_LAYER_NORM, "a sparse mixer of experts"),
     "qwen2_5_vl": (_IMAGES,),
     "qwen2_vl": (_IMAGES,),
-    "qwen3_5": (_IMAGES,),
-    "qwen3_5_moe": (_IMAGES,),
     "qwen3_vl": (_IMAGES,),
     "qwen3_vl_moe": (_IMAGES,),
     "smollm3": ("layers without rotary embeddings",),
@@ -118,6 +115,20 @@ _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "des
 WINDOWS = ("sliding_window", "layer_types")
 _NO_WINDOW = {"sliding_window": None}
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
+
+
+class JoinedTensor(NamedTuple):
+    """A tensor of a layer in files that has the rows of several tensors of a mixer.
+
+    The rows of each are divided into groups: the first groups of all tensors precede the second ones.
+    """
+
+    stored: str
+    """The last part of its name."""
+    parts: tuple[str, ...]
+    """The last parts of our names of the tensors."""
+    groups: str = ""
+    """The field of the model with the number of groups; "" for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +179,18 @@ class _Type:
     """Part of a tensor's name in most types, and in files of this one."""
     module_names: tuple[tuple[str, str], ...] = ()
     """The same for files with the names of transformers' modules, which have the first part of `names`."""
-    packs: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Parts of the names of tensors that hold rows of a mixer -> the field with the number of groups of rows, or "" for
-    one, and the canonical parts of the names of whose rows each group has. Those of layers with linear attention begin
-    with `linear_attn`."""
     needs_source: bool = False
     """Whether only a model that was imported from this type is written as it, because more programs read another type
     that expresses the same models."""
-    alternating_experts: bool = False
-    """Whether files have stacks of all experts of a layer, with transposed matrices in which gates and ups alternate,
-    instead of one tensor for each matrix."""
+    expert_stacks: Literal["in rows", "alternating"] | None = None
+    """The stacks of all experts of a layer in files: gates before ups, or transposed matrices in which they alternate;
+    None for one tensor for each matrix."""
+    attention_tensors: tuple[JoinedTensor, ...] = ()
+    """Tensors of softmax attention that have the rows of several."""
+    linear_tensors: tuple[JoinedTensor, ...] = ()
+    """All tensors of linear attention, also those that have the rows of one of ours."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """First part of the names of tensors that are not read -> what they belong to."""
 
 
 _LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
@@ -199,21 +212,6 @@ _MIXTRAL_NAMES = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
-LINEAR: tuple[str, ...] = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-)
-LINEAR += ("linear_num_value_heads",)
-_GATED_QUERIES = {"self_attn.q_proj.weight": ("num_attention_heads", ("q_proj.weight", "gate_proj.weight"))}
-_DELTA = {
-    "linear_attn.conv1d.weight": ("", ("q_conv.weight", "k_conv.weight", "v_conv.weight")),
-    "linear_attn.A_log": ("", ("A_log",)),
-    "linear_attn.dt_bias": ("", ("dt_bias",)),
-    "linear_attn.norm.weight": ("", ("norm.weight",)),
-    "linear_attn.out_proj.weight": ("", ("o_proj.weight",)),
-}
 _SHARED_EXPERT_NAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 _HY_NAMES = (
     (".mlp.gate.weight", ".mlp.router.gate.weight"),
@@ -232,40 +230,43 @@ _DEEPSEEK_V3 = _Type(
     has_output_bias=True,
     fixed_with_experts=_SIGMOID,
 )
-_QWEN3_NEXT = _Type(
-    architecture="Qwen3NextForCausalLM",
+LINEAR: tuple[str, ...] = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+)
+LINEAR += ("linear_num_value_heads",)
+_LINEAR_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+_LINEAR_TENSORS = (
+    JoinedTensor("conv1d.weight", ("q_conv.weight", "k_conv.weight", "v_conv.weight")),
+    JoinedTensor("A_log", ("A_log",)),
+    JoinedTensor("dt_bias", ("dt_bias",)),
+    JoinedTensor("norm.weight", ("norm.weight",)),
+    JoinedTensor("out_proj.weight", ("o_proj.weight",)),
+)
+_QWEN3_5 = _Type(
+    architecture="Qwen3_5ForCausalLM",
     required=("num_key_value_heads", "head_dim", *LINEAR),
-    experts=(
-        *("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
-        "shared_expert_intermediate_size",
-    ),
-    # vLLM reads the type of the states.
-    constants={"mamba_ssm_dtype": "float32"},
-    same={"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"},
-    keys=(*LINEAR, "layer_types"),
-    fixed={"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
-    fixed_with_experts={"moe_shared_expert_gate": True},
+    same={
+        **{"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"},
+        # vLLM reads the type of the states from it.
+        "mamba_ssm_dtype": "float32",
+    },
+    keys=("layer_types", *LINEAR),
+    fixed={"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True},
     sliding_window=None,
     partial_rotary_factor=0.25,
-    names=_SHARED_EXPERT_NAMES,
-    packs={
-        **_GATED_QUERIES,
-        **_DELTA,
-        "linear_attn.in_proj_qkvz.weight": (
-            "linear_num_key_heads",
-            ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight"),
-        ),
-        "linear_attn.in_proj_ba.weight": ("linear_num_key_heads", ("b_proj.weight", "a_proj.weight")),
-    },
+    attention_tensors=(JoinedTensor("q_proj.weight", ("q_proj.weight", "gate_proj.weight"), "num_attention_heads"),),
+    linear_tensors=(
+        JoinedTensor("in_proj_qkv.weight", _LINEAR_INPUTS),
+        JoinedTensor("in_proj_z.weight", ("gate_proj.weight",)),
+        JoinedTensor("in_proj_b.weight", ("b_proj.weight",)),
+        JoinedTensor("in_proj_a.weight", ("a_proj.weight",)),
+        *_LINEAR_TENSORS,
+    ),
+    left_out={"mtp.": "layers that predict further tokens (mtp)", "model.visual.": "the vision tower (model.visual)"},
 )
-_QWEN3_5_PACKS = {
-    **_GATED_QUERIES,
-    **_DELTA,
-    "linear_attn.in_proj_qkv.weight": ("", ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
-    "linear_attn.in_proj_z.weight": ("", ("gate_proj.weight",)),
-    "linear_attn.in_proj_b.weight": ("", ("b_proj.weight",)),
-    "linear_attn.in_proj_a.weight": ("", ("a_proj.weight",)),
-}
 TYPES = {
     "llama": _LLAMA,
     "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW, windows="all"),
@@ -300,6 +301,32 @@ TYPES = {
         fixed={"add_qkv_bias": True},
         fixed_with_experts={"moe_shared_expert_gate": True},
         names=_SHARED_EXPERT_NAMES,
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        experts=("num_experts", *_EXPERTS, "shared_expert_intermediate_size"),
+        same={**_QWEN3_5.same, "mlp_only_layers": []},
+        fixed_with_experts={"moe_shared_expert_gate": True},
+        # No layer has this width.
+        defaults={"intermediate_size": 512},
+        names=_SHARED_EXPERT_NAMES,
+        expert_stacks="in rows",
+    ),
+    "qwen3_next": replace(
+        _QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers", "shared_expert_intermediate_size"),
+        same={"attention_bias": False},
+        fixed_with_experts={"moe_shared_expert_gate": True},
+        names=_SHARED_EXPERT_NAMES,
+        linear_tensors=(
+            JoinedTensor("in_proj_qkvz.weight", (*_LINEAR_INPUTS, "gate_proj.weight"), "linear_num_key_heads"),
+            JoinedTensor("in_proj_ba.weight", ("b_proj.weight", "a_proj.weight"), "linear_num_key_heads"),
+            *_LINEAR_TENSORS,
+        ),
+        needs_source=True,
     ),
     "glm4_moe": _Type(
         architecture="Glm4MoeForCausalLM",
@@ -406,25 +433,8 @@ TYPES = {
         quant_method="mxfp4",
         defaults={"attention_bias": True, "swiglu_limit": 7.0},
         names=((".mlp.gate.", ".mlp.router."),),
-        alternating_experts=True,
+        expert_stacks="alternating",
     ),
-    "qwen3_5_text": replace(
-        _QWEN3_NEXT,
-        architecture="Qwen3_5ForCausalLM",
-        experts=(),
-        fixed_with_experts={},
-        names=(),
-        packs=_QWEN3_5_PACKS,
-    ),
-    "qwen3_5_moe_text": replace(
-        _QWEN3_NEXT,
-        architecture="Qwen3_5MoeForCausalLM",
-        experts=("num_experts", *_EXPERTS, "shared_expert_intermediate_size"),
-        # No layer has this width.
-        defaults={"intermediate_size": 1},
-        packs=_QWEN3_5_PACKS,
-    ),
-    "qwen3_next": replace(_QWEN3_NEXT, needs_source=True),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
         experts=(
@@ -462,6 +472,12 @@ TYPES = {
     ),
 }
 """`model_type` -> its keys. A model is written as the first type that expresses it; see also `needs_source`."""
+
+
+TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types with a vision tower, whose language model is read, as another type."""
+TEXT_PREFIX = "model.language_model."
+"""How names of tensors of a language model begin in files with a vision tower, instead of `model.`."""
 
 
 def plain_architecture(model_type: str) -> str:

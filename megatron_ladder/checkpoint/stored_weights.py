@@ -1,15 +1,10 @@
-"""Weights as Hugging Face directories store them, and what stacks of experts and packs of a mixer hold.
+"""Weights as Hugging Face directories store them, and what stacks of experts hold.
 
 A stack has the matrices of all experts of a layer [E, ...], in one of two layouts:
 
     gate_up_proj  [E, 2 f, h]   Qwen3: rows 0 to f - 1 are gates, the others ups
     gate_up_proj  [E, h, 2 f]   gpt-oss: transposed, and gates and ups alternate:
                                 column 0 is gate 0, column 1 is up 0, column 2 is gate 1, ...
-
-A pack has the rows of several matrices of a mixer, all of one after all of another, or by heads:
-
-    in_proj_qkvz  [2 n_k (d_k + r d_v), h]   Qwen3-Next: for each key head the rows of q, of k, and of v and the gate
-                                             of its r value heads
 """
 
 from collections.abc import Sequence
@@ -73,7 +68,7 @@ class PlainWeight:
 
     def read(self, index: Index, out: Tensor) -> None:
         part = self.values[index]
-        if part.dim() < 3:
+        if part.dim() < 3 or out.is_contiguous():
             out.copy_(part)
             return
         for matrix, target in zip(part, out, strict=True):
@@ -110,9 +105,16 @@ class StackPlace:
         return range(self.index * count, (self.index + 1) * count)
 
     def view(self, stack: Tensor) -> Tensor:
-        """Return the part of a stack whose kinds alternate, as a view [E, rows, columns] or [E, rows]."""
-        part = stack[..., self.index :: self.kinds]
+        """Return the part of a stack, as a view [E, rows, columns] or [E, rows]."""
+        rows = self.rows(stack.shape)
+        if not self.alternating:
+            return stack[:, rows.start : rows.stop]
+        part = stack[..., rows.start :: rows.step]
         return part.mT if part.dim() == 3 else part
+
+    def part_of(self, stored: StoredWeight) -> "StackPart":
+        """Return the matrices or biases in a stored stack."""
+        return StackPart(stored, self)
 
 
 STACK_PLACES = {
@@ -133,67 +135,6 @@ ALTERNATING_PLACES = {
     "down_proj.bias": StackPlace("down_proj_bias", 0, 1, alternating=True),
 }
 """Their places in the stacks of gpt-oss."""
-
-
-@dataclass(frozen=True)
-class PackPlace:
-    """The place of the rows of one tensor in a pack."""
-
-    groups: int
-    """Groups of rows in the pack, each of which has as many of every tensor."""
-    rows: int
-    """Rows of a group."""
-    start: int
-    """The first row of the tensor in a group."""
-    count: int
-    """Rows of the tensor in a group."""
-    is_spread: bool
-    """Whether the pack has another dimension, of one element, after that of the rows, as filters in torch."""
-
-    def pack_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the pack of a tensor [rows, ...]."""
-        return (self.groups * self.rows, *((1,) if self.is_spread else ()), *shape[1:])
-
-    def view(self, pack: Tensor) -> Tensor:
-        """Return the rows of the tensor in a pack, as a view [groups, rows of each, ...]."""
-        rows = pack.squeeze(1) if self.is_spread else pack
-        return rows.unflatten(0, (self.groups, self.rows))[:, self.start : self.start + self.count]
-
-
-@dataclass(frozen=True)
-class PackPart:
-    """The rows of one tensor in a pack."""
-
-    pack: StoredWeight
-    place: PackPlace
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        others = self.pack.shape[2:] if self.place.is_spread else self.pack.shape[1:]
-        return (self.place.groups * self.place.count, *others)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pack.dtype
-
-    def read(self, index: Index, out: Tensor) -> None:
-        rows, *others = index
-        place = self.place
-        first, stop, _ = rows.indices(self.shape[0])
-        for group in range(first // place.count, -(-stop // place.count)):
-            begin = max(first, group * place.count)
-            end = min(stop, (group + 1) * place.count)
-            # Of rows that are numbered within the tensor, in the pack.
-            shift = group * (place.rows - place.count) + place.start
-            part = out[begin - first : end - first]
-            stored = slice(begin + shift, end + shift)
-            if place.is_spread:
-                self.pack.read((stored, slice(0, 1), *others), part.unsqueeze(1))
-            else:
-                self.pack.read((stored, *others), part)
-
-    def whole(self) -> Tensor:
-        return read_whole(self)
 
 
 @dataclass(frozen=True)
@@ -221,6 +162,55 @@ class StackPart:
             self.stack.read((experts, *columns, places), out.mT)
         else:
             self.stack.read((experts, places, *columns), out)
+
+    def whole(self) -> Tensor:
+        return read_whole(self)
+
+
+@dataclass(frozen=True)
+class RowsPlace:
+    """The place of the rows of a tensor in a stored one that has groups of rows of several."""
+
+    first: int
+    """First row in each group of the stored tensor."""
+    count: int
+    """Rows in each group."""
+    group: int
+    """Rows of the stored tensor in each group."""
+    groups: int
+    shape: tuple[int, ...]
+    """That of the tensor. A stored convolution has another dimension, of size 1, after the rows."""
+
+    def part_of(self, stored: StoredWeight) -> "RowsPart":
+        """Return the rows in a stored tensor."""
+        return RowsPart(stored, self)
+
+
+@dataclass(frozen=True)
+class RowsPart:
+    """Some rows of a stored tensor, group by group."""
+
+    stored: StoredWeight
+    place: RowsPlace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def read(self, index: Index, out: Tensor) -> None:
+        place, (rows, *others) = self.place, index
+        more = len(self.stored.shape) - len(place.shape)
+        for group in range(rows.start // place.count, -(-rows.stop // place.count)):
+            begin = max(rows.start, group * place.count)
+            end = min(rows.stop, (group + 1) * place.count)
+            offset = group * (place.group - place.count) + place.first
+            target = out[begin - rows.start : end - rows.start]
+            stored_rows = slice(begin + offset, end + offset)
+            self.stored.read((stored_rows, *[slice(0, 1)] * more, *others), target.unsqueeze(1) if more else target)
 
     def whole(self) -> Tensor:
         return read_whole(self)

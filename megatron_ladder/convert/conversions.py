@@ -25,12 +25,19 @@ from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.specs import Role
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint import hf_directory, publish
-from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
+from megatron_ladder.checkpoint.format import (
+    HF_CONFIG,
+    IMPORTED,
+    IMPORTED_DTYPES,
+    MODEL_CARD,
+    Checkpoint,
+    is_card_or_licence,
+)
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
+from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors
 from megatron_ladder.checkpoint.hf_types import TYPES, plain_architecture
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
-from megatron_ladder.checkpoint.stored_weights import ALTERNATING_PLACES
 from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import small_files
@@ -86,7 +93,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "consumed_samples": 0,
         "model": model.to_dict(),
         "tokenizer": tokenizer,
-        IMPORTED: {"model_type": model_type, **directory.token_ids},
+        IMPORTED: {"model_type": model_type, **_own_dtypes(directory), **directory.token_ids},
         "versions": {"megatron_ladder": __version__},
     }
     before, after = wiring_text(directory.model), wiring_text(model)
@@ -117,6 +124,12 @@ def plan_import(options: ImportOptions) -> Conversion:
             weights=directory.dequantised if directory.quantization else None,
         ),
     )
+
+
+def _own_dtypes(directory: hf_directory.HFDirectory) -> dict[str, dict[str, str]]:
+    """Return the element types that differ from that of the embedding, by the name of the tensor."""
+    dtypes = {name: tensor.dtype for name, tensor in directory.tensors.items() if tensor.dtype != directory.dtype}
+    return {IMPORTED_DTYPES: dtypes} if dtypes else {}
 
 
 def _imported(directory: hf_directory.HFDirectory, name: str) -> CopiedTensor:
@@ -301,7 +314,11 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     # The files of tensors.
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
-    exported = itertools.chain.from_iterable(_exported(source, tensor, model_type, new_dtype) for tensor in weights)
+    joined = joined_tensors(source.model, model_type)
+    own_dtypes = {} if options.dtype else checkpoint.imported_dtypes
+    exported = itertools.chain.from_iterable(
+        _exported(source, tensor, model_type, joined, own_dtypes.get(tensor.name, new_dtype)) for tensor in weights
+    )
     shards = divide(exported, most_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip([hf_directory.WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
@@ -350,27 +367,31 @@ def plan_export(options: ExportOptions) -> Conversion:
 
 
 def _exported(
-    source: TrainingCheckpoint, tensor: CopiedTensor, model_type: str, dtype: str | None
+    source: TrainingCheckpoint,
+    tensor: CopiedTensor,
+    model_type: str,
+    joined: Mapping[str, JoinedRows],
+    dtype: str | None,
 ) -> Iterator[CopiedTensor]:
-    """Yield the tensors of a Hugging Face directory that hold a weight: of a stack of experts, one for each."""
+    """Yield the tensors of a Hugging Face directory that hold a weight: of a stack of experts, one for each.
+
+    A tensor that holds several is yielded for the first of them. `joined` are those with rows of several.
+    """
     spec = source.specs[tensor.name]
     new_dtype = tensor.dtype if dtype is None or spec.role is Role.STATE else dtype
     cast = replace(tensor, dtype=new_dtype)
     names = TYPES[model_type].names
-    shapes = {name: other.shape for name, other in source.specs.items()}
-    if (packed := hf_directory.find_pack(tensor.name, source.model, model_type, shapes)) is not None:
-        key, pack_place = packed
-        if pack_place.start == 0:
-            read = partial(_packed, source, key, model_type, pack_place.pack_shape(tensor.shape), tensor.dtype)
-            yield replace(cast, key=key, shape=pack_place.pack_shape(tensor.shape), read=read)
+    if rows := joined.get(tensor.name):
+        if spec == rows.parts[0]:
+            yield replace(cast, key=rows.name, shape=rows.shape, read=partial(_joined, source, rows))
         return
     if spec.expert_dim is None:
         yield replace(cast, key=hf_directory.hf_name(tensor.name, type_names=names))
         return
     stack, place = hf_directory.find_stack(tensor.name, model_type)
-    if place.alternating:
+    if TYPES[model_type].expert_stacks:
         if place.index == 0:
-            read = partial(_alternating, source, tensor)
+            read = partial(_stack, source, tensor, model_type)
             yield replace(cast, key=stack, shape=place.stack_shape(tensor.shape), read=read)
         return
     for expert in range(tensor.shape[0]):
@@ -379,30 +400,23 @@ def _exported(
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
 
 
-def _packed(source: TrainingCheckpoint, key: str, model_type: str, shape: Sequence[int], dtype: str) -> Tensor:
-    """Return the pack of this name with the rows of all of its tensors."""
-    pack = torch.empty(*shape, dtype=getattr(torch, dtype))
-    shapes = {name: spec.shape for name, spec in source.specs.items()}
-    for name in source.specs:
-        packed = hf_directory.find_pack(name, source.model, model_type, shapes)
-        if packed is not None and packed[0] == key:
-            place = packed[1]
-            place.view(pack).copy_(source.read(name, "weight").unflatten(0, (place.groups, place.count)))
-    return pack
-
-
-def _alternating(source: TrainingCheckpoint, first: CopiedTensor) -> Tensor:
+def _stack(source: TrainingCheckpoint, first: CopiedTensor, model_type: str) -> Tensor:
     """Return the stack whose first kind is a tensor; the others are read one expert at a time, too."""
-    layer, _, kind = first.name.partition(".experts.")
-    place = ALTERNATING_PLACES[kind]
+    layer, _, _ = first.name.partition(".experts.")
+    name, place = hf_directory.find_stack(first.name, model_type)
     stack = torch.empty(place.stack_shape(first.shape), dtype=getattr(torch, first.dtype))
-    for other, of_other in ALTERNATING_PLACES.items():
-        if of_other.stack == place.stack:
+    for other in source.specs:
+        if other.startswith(f"{layer}.experts.") and hf_directory.find_stack(other, model_type)[0] == name:
+            _, of_other = hf_directory.find_stack(other, model_type)
             for expert, part in enumerate(of_other.view(stack)):
-                weight = source.read(f"{layer}.experts.{other}", "weight", expert)
+                weight = source.read(other, "weight", expert)
                 # Transposing first takes a third of the time.
                 part.t().copy_(weight.t().contiguous())
     return stack
+
+
+def _joined(source: TrainingCheckpoint, rows: JoinedRows) -> Tensor:
+    return rows.join([source.read(part.name, "weight") for part in rows.parts])
 
 
 def _compare_logits(

@@ -63,7 +63,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
     yield f"{path}: a Hugging Face directory, model_type {directory.model_type}"
     yield from _model(directory.model)
     size = size_text(sum(weight.nbytes for weight in directory.weights.values()))
-    dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
+    count = sum(directory.dropped.values())
+    dropped = f", {count} of them in parts that an import drops" if count else ""
     dtype = f"{directory.quantization} and {directory.dtype}" if directory.quantization else directory.dtype
     yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {dtype}, {size}"
     tokenizer = find_tokenizer(path)

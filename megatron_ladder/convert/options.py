@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.blueprint.wiring import LATE_MODES, ResidualMode
-from megatron_ladder.checkpoint.hf_types import TYPES
+from megatron_ladder.checkpoint.hf_types import TEXT_TYPES, TYPES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import flag
@@ -49,7 +49,7 @@ class CheckpointOptions(ConversionOptions):
 class ImportOptions(CheckpointOptions):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
-    hf: Path = flag(details=f"{', '.join(TYPES)}.")
+    hf: Path = flag(details=f"{', '.join((*TYPES, *TEXT_TYPES))}.")
     """Directory with config.json and safetensors. Its model_type must be one of"""
 
 

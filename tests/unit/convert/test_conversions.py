@@ -67,7 +67,7 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path: Path, capsys: 
     convert("import", "--hf", hf, "--save", ours)
     assert f"{len(more) + 1} tensors of layers that predict further tokens" in capsys.readouterr().out
     convert("inspect", hf)
-    count = f"weights: {len(weights) + len(more) + 1} tensors, {len(more) + 1} of them in layers that an import drops"
+    count = f"weights: {len(weights) + len(more) + 1} tensors, {len(more) + 1} of them in parts that an import drops"
     assert count in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))

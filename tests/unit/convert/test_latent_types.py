@@ -88,7 +88,7 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     assert all(f"*** {warning} ***" in printed for warning in open_model(hf, None, None).warnings)
     assert len(open_model(hf, None, None).warnings) == 2
     convert("inspect", hf)
-    assert f"{len(more)} of them in layers that an import drops" in capsys.readouterr().out
+    assert f"{len(more)} of them in parts that an import drops" in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back", "--verify")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     written = config_of(tmp_path / "back")

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.checkpoint.hf_types import TYPES, UNREADABLE, plain_architecture
+from megatron_ladder.checkpoint.hf_types import TEXT_TYPES, TYPES, UNREADABLE, plain_architecture
 from megatron_ladder.convert.options import ImportOptions
 from megatron_ladder.flags import section_flags
 from tests.helpers.commands import REPOSITORY_ROOT
@@ -35,7 +35,6 @@ FEATURES = {
     "linear attention": r"linear_attn|LightningAttention|DeltaAttention|DeltaNet",
     "sparse attention with an indexer": r"Indexer",
     "attention sinks": r"sinks",
-    "a shared expert behind a gate": r"shared_expert_gate",
     "images": r"(?i)vision",
     "chunked attention": r"attention_chunk_size",
     "learned positions": r"self\.wpe|LearnedPositionalEmbedding",
@@ -70,7 +69,7 @@ def test_a_refusal_names_the_features_that_are_missing() -> None:
         "x/config.json: model_type gemma3_text needs GeGLU, scaled embeddings, norms after sub-blocks and sliding "
         "windows, which are not supported"
     ]
-    known = ", ".join(TYPES)
+    known = ", ".join((*TYPES, *TEXT_TYPES))
     for found, words in (("odd", "'odd'"), (["llama"], "['llama']"), (None, "nothing")):
         (error,) = errors_of(model_config_from_hf, {"model_type": found})
         assert error == f"config.json: model_type: found {words}, expected one of {known}"
@@ -78,10 +77,10 @@ def test_a_refusal_names_the_features_that_are_missing() -> None:
 
 def test_the_help_and_the_documentation_list_all_types() -> None:
     (hf,) = (known for known in section_flags(ImportOptions) if known.name == "--hf")
-    assert hf.documentation.endswith(f"model_type must be one of {', '.join(TYPES)}.")
+    assert hf.documentation.endswith(f"model_type must be one of {', '.join((*TYPES, *TEXT_TYPES))}.")
     page = (REPOSITORY_ROOT / "docs" / "convert.md").read_text()
     sources = re.search(r"^\* Sources: .*?^\* ", page, re.DOTALL | re.MULTILINE)
-    assert sources and {*re.findall(r"`(\w+)`", sources[0])} >= {*TYPES}
+    assert sources and {*re.findall(r"`(\w+)`", sources[0])} >= {*TYPES, *TEXT_TYPES}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if plain_architecture(kind)])
