@@ -14,7 +14,7 @@ from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import LATENT, check_outcome, launch_of, plain_steps
+from tests.helpers.steps import DELTA, LATENT, check_outcome, launch_of, plain_steps
 from tests.helpers.training import build_trainer_here, weight_pieces
 from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
@@ -84,6 +84,10 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
             ("2x1x1", f"{HYBRID} --no-tp-overlap", ALL, [0]),
             ("2x1x1", f"{LATENT} --residual-mode ladder --attention-output-gate --no-qk-layernorm", ALL, [0]),
             ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
+            ("2x1x1", f"{DELTA} --sequence-parallel --recompute-granularity full", ALL, [0]),
+            ("2x2x1", f"{DELTA} {HYBRID} --zero-stage 0", ALL, [0, 2]),
+            ("1x1x2", f"{DELTA} --zero-stage 3", ALL, [0, 1]),
+            ("1x1x2", f"{DELTA} --zero-stage 2", "--eod-mask-loss", [0, 1]),
         ],
         2,
     ),

@@ -43,7 +43,7 @@ def expected_curves(argv: Sequence[str]) -> Curves:
         run.optimizer.adam_eps,
         run.optimizer.weight_decay,
         run.optimizer.clip_grad,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias", ".sinks")),
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias", ".sinks", "_conv.weight", ".A_log", ".dt_bias")),
         gradients_of=losses,
     )
     curves: Curves = {"train/learning rate": dict(enumerate(map(_rounded, RATES), start=1))}

@@ -142,7 +142,7 @@ def plain_steps(
         1e-8,
         0.1,
         0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias", "_conv.weight", ".A_log", ".dt_bias")),
         gradients_of=gradients_of,
     )
     return weights, batches, expected, final

@@ -49,6 +49,9 @@ MODELS = {
     "biased": f"{_SIZES} --residual-mode ladder --residual-staleness 2 --num-experts 8 --moe-layers 1-5 "
     "--moe-router-topk 3 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.05 --add-moe-bias --quick-geglu "
     "--activation-func-clamp-value 0.4 --glu-linear-offset 1",
+    "delta": f"{_SIZES} --residual-mode ladder --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 4 "
+    "--linear-value-head-dim 6",
     # Windows are longer and shorter than many documents, and layers with and without them alternate irregularly.
     "windows": f"{_SIZES} --residual-mode ladder-parallel --window-size 6 --window-attn-skip-freq 3",
     "sinks": f"{_SIZES} --residual-mode ladder --ladder-layers 4 --window-size 3,0 --window-layers 0,2,5 "

@@ -131,7 +131,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes", "windows", "sinks", "latent-ladder"])
+@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes", "windows", "sinks", "delta", "latent-ladder"])
 def test_captured_decoding_gives_the_same_tokens_with_one_read_for_each(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,9 +156,9 @@ def test_captured_decoding_gives_the_same_tokens_with_one_read_for_each(
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 3])
-@pytest.mark.parametrize("name", ["windows", "sinks"])
+@pytest.mark.parametrize("name", ["windows", "sinks", "delta", "delta-parallel"])
 def test_a_sequence_sees_no_tokens_of_an_earlier_one(name: str, prefill_chunk_size: int | None) -> None:
-    """Captured steps keep their states, whose rings are full of the tokens of a longer sequence."""
+    """Captured steps keep their states, which are full of the tokens of a longer sequence."""
     config = tiny_config(**MODELS[name])
     weights, reference = reference_of(config)
     engine, graphs = tiny_engine(config, weights), Graphs()
