@@ -130,9 +130,10 @@ class _Units:
         def of(size: int) -> NDArray[np.int64]:
             return np.arange(size).reshape(self.count, -1)[units].reshape(-1)
 
-        for matrix in self.branch.inputs.values():
-            for tensor in matrix.tensors:
-                yield tensor.name, Permutation(0, of(tensor.shape[0]))
+        of_inputs = (tensor for matrix in self.branch.inputs.values() for tensor in matrix.tensors)
+        of_heads = (tensor for tensor in self.branch.inner.values() if tensor.sharded_dim == 0)
+        for tensor in (*of_inputs, *of_heads):
+            yield tensor.name, Permutation(0, of(tensor.shape[0]))
         output = self.branch.output.weight
         yield output.name, Permutation(1, of(output.shape[1]))
 

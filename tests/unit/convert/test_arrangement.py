@@ -33,6 +33,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"num_key_value_heads": 4, "residual_mode": "parallel"},
         ["--residual-mode", "ladder-parallel", "--lanes", "4"],
     ),
+    "windows and sinks": (
+        {"num_key_value_heads": 4, "softmax_type": "learnable", "window_size": 5, "window_layers": (0, 2)},
+        ["--lanes", "4"],
+    ),
     "of the attention only": ({"num_key_value_heads": 4}, ["--residual-mode", "ladder-attention", "--lanes", "4"]),
 }
 """Changes of the model, and flags."""
