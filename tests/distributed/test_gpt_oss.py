@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.language_model import LanguageModel
@@ -80,7 +80,7 @@ def of_transformers(config: ModelConfig) -> Any:
 def run_experts(
     config: ModelConfig, weights: dict[str, Tensor], sharding: Any, ranks: int, x: Tensor, gradient: Tensor
 ) -> Outcome:
-    mesh = mesh_of(ranks, max(1, ranks // config.num_key_value_heads)) if ranks > 1 else ProcessMesh.single()
+    mesh = mesh_of(ranks, head_replicas(config, ranks)) if ranks > 1 else ProcessMesh.single()
     model = LanguageModel(config, mesh, experts=ExpertOptions(sharding=sharding))
     fill_slices(model, weights)
     (body,) = (module for module in model.modules() if isinstance(module, Experts))

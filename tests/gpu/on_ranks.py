@@ -148,7 +148,7 @@ def _errors_of(group: CommGroup, rows: int, dtype: torch.dtype) -> Iterator[tupl
 
 def exchange_both_ways(stages: int, rounds: int) -> int:
     """Send to and receive from each neighbouring stage at the same time; return how many messages arrived right."""
-    pipeline, device = mesh_of(1, 1, stages).pipeline, rank_device()
+    pipeline, device = mesh_of(1, (), stages).pipeline, rank_device()
     neighbours = [stage for stage in (pipeline.rank - 1, pipeline.rank + 1) if 0 <= stage < pipeline.size]
 
     def message(source: int, target: int, number: int, rows: int) -> Tensor:
@@ -177,7 +177,7 @@ def sums_in_two_ways(
     both, and the bytes of a sum. An error of the choice is the name, and the figures are 0.
     """
     device, dtype = rank_device(), DTYPES[dtype_name]
-    own_group = mesh_of(dist.get_world_size(), 1, 1, tp_comm_max_ctas=16).tensor
+    own_group = mesh_of(dist.get_world_size(), (), 1, tp_comm_max_ctas=16).tensor
     try:
         chosen = select_all_reduce(choice, own_group, device, dtype, equal_sums)
     except UserError as error:

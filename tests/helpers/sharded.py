@@ -85,7 +85,7 @@ def build_on(
     if packed:
         options = replace(options, operations=PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        _load_packed(model, lambda part: fill_slices(part, weights))
+        _load_packed(model, functools.partial(fill_slices, weights=weights))
     else:
         model = LanguageModel(config, mesh, options, dtype=dtype)
         fill_slices(model, weights)
@@ -93,9 +93,9 @@ def build_on(
 
 
 @torch.no_grad()
-def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy this rank's slices of the full `weights` into a module."""
-    for parameter, sections in (*parameter_sections(module), *state_sections(module)):
+def fill_slices(module: nn.Module, weights: Mapping[str, Tensor], recurse: bool = True) -> None:
+    """Copy this rank's slices of the full `weights` into a module, by default with its children."""
+    for parameter, sections in (*parameter_sections(module, recurse), *state_sections(module, recurse)):
         parameter.fill_(PADDING)
         for section in sections:
             box = section.box.slices()
