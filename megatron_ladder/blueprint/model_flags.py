@@ -163,7 +163,7 @@ class ModelFlags(ModelTraits):
     window_layers: str | None = flag(None, requires="window_size", excludes="window_attn_skip_freq")
     """Layers with a window, in the notation of --ladder-layers; by default all."""
     window_attn_skip_freq: int | None = flag(None, minimum=2, requires="window_size", excludes="window_layers")
-    """Of this many layers, the last one has no window, and so on (as in Megatron)."""
+    """Leave every N-th layer without a window, as in Megatron: layers N - 1, 2N - 1 and so on."""
     linear_attention_layers: str | None = flag(
         None, requires="experimental_attention_variant", excludes="linear_attention_freq"
     )
@@ -174,7 +174,7 @@ class ModelFlags(ModelTraits):
         requires="experimental_attention_variant",
         excludes="linear_attention_layers",
     )
-    """Of this many layers, the last one has softmax attention, and so on (as in Megatron)."""
+    """Give every N-th layer softmax attention, as in Megatron: layers N - 1, 2N - 1 and so on."""
     ladder_layers: str | None = None
     """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
     16-31, 3,7,9-12 or [16] (one layer)."""

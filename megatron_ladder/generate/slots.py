@@ -16,7 +16,7 @@ Every sample begins at position 0, independent of the other samples' lengths:
     sample 1     p  q  x  x  .  .       the prompt p q, then x x
 
 Prompts are processed as one batch, padded on the right, all positions at once or some at a time. No token reads the
-padding after it, and mixers are told the lengths of the prompts, so that no padding stays in their states.
+padding after it. Mixers know the lengths of the prompts and keep no padding in their states.
 """
 
 import itertools

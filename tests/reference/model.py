@@ -58,7 +58,7 @@ class ReferenceConfig:
     add_attention_output_bias: bool = False
     add_mlp_bias: bool = False
     add_moe_bias: bool = False
-    """Of routed experts and their router."""
+    """Whether routed experts and their router have biases."""
     quick_geglu: bool = False
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0

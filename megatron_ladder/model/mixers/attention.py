@@ -66,10 +66,11 @@ class AttentionHeads(Heads):
     def prepare(self, context: SequenceContext) -> AttentionInputs:
         """See `Heads.prepare`."""
         table = rotary_table(self.mixer, context.positions, self.dtype)
-        columns = None if context.states is None else self._columns(context.states, context)
+        states = context.states
+        columns = None if states is None else self._columns(states, context)
         blocks = None
         device = context.positions.device
-        if uses_compiled_sinks(self.mixer.config, device) and (columns is None or columns.begins):
+        if uses_compiled_sinks(self.mixer.config, device) and (states is None or states.begins):
             length, documents = len(context.positions), context.documents
             rows = 1 if documents is None else sum(documents.lengths) // length
             blocks = visible_blocks(rows, length, documents, self.mixer.window, device)
@@ -112,7 +113,7 @@ class AttentionHeads(Heads):
         kept, window, sinks = inputs.columns, self.mixer.window, self.sinks
         if sinks is not None and inputs.blocks is not None:
             return attend_to_blocks(q, k, v, inputs.blocks, self.scale, sinks)
-        if kept is None or kept.begins:
+        if kept is None or context.states is None or context.states.begins:
             if context.documents is None and not window and sinks is None:
                 return self.attend_once(q, k, v, None, self.scale)
             return document_attention(q, k, v, context.documents, self.scale, window, sinks)

@@ -35,12 +35,7 @@ class PromptColumns(NamedTuple):
     """Columns of the states; 0 if these grow."""
     mask: Tensor | None = None
     """[b or 1, 1, s, columns] of the columns of `update`; None if there are only those of the positions themselves."""
-    filled: "FilledColumns | None" = None
-
-    @property
-    def begins(self) -> bool:
-        """Whether nothing is before these positions."""
-        return not self.before
+    filled: None = None
 
     @staticmethod
     def of(states: States, length: int, window: int) -> "PromptColumns":
@@ -94,7 +89,6 @@ class TokenColumns(NamedTuple):
     mask: Tensor | None
     """[b, 1, 1, extent]; None if all of them are filled, or the kernel counts them."""
     filled: "FilledColumns | None"
-    begins: bool = False
 
     @staticmethod
     def of(states: States, number: int, name: str, positions: Tensor, counts_filled: bool) -> "TokenColumns":

@@ -133,14 +133,12 @@ class GatedDeltaHeads(Heads):
     def _continue(self, projected: Tensor, states: States, inputs: DeltaInputs) -> Tensor:
         channels, gate, strength, decay = projected.split(self.widths, dim=-1)
         stored = {name: state[: projected.shape[1]] for name, state in states.tensors[self.number].items()}
-        is_prompt = states.lengths is not None
-        if is_prompt and not states.before:
-            # What is stored belongs to an earlier sequence.
+        if states.begins:
             for state in stored.values():
                 state.zero_()
         seen = torch.cat((stored["convolution"].squeeze(1).transpose(0, 1).to(channels.dtype), channels))
         operands = self._operands(seen, strength, decay, inputs)
-        outputs, memory = (_delta_chunks if is_prompt else _delta_step)(operands, stored["memory"])
+        outputs, memory = (_delta_step if states.lengths is None else _delta_chunks)(operands, stored["memory"])
         _store(stored, seen, memory, inputs.newest)
         return self.gated_norm(outputs, gate, self.norm, self.epsilon)
 

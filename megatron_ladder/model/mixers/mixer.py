@@ -59,7 +59,12 @@ class States(NamedTuple):
 
 
 class Heads(ParallelModule):
-    """Maps the projections of a branch's inputs to what its output projection multiplies, on this rank's heads."""
+    """Maps the projections of a branch's inputs to what its output projection multiplies, on this rank's heads.
+
+    `heads(projected, context)`: [s, b, sum of widths] -> [s, b, columns of the output matrix / t].
+    """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, build: BuildContext, number: int, branch: Branch) -> None:
         """`number` counts the mixers of a rank, whose `States` it indexes."""
@@ -74,10 +79,6 @@ class Heads(ParallelModule):
 
     def prepare(self, context: SequenceContext) -> Any:
         """Return, as a NamedTuple, what depends on positions and states, but is the same in all layers of the mixer."""
-
-    def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
-        """[s, b, sum of widths] -> [s, b, columns of the output matrix / t]."""
-        raise NotImplementedError
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2ForCausalLM,
@@ -286,3 +286,12 @@ def check_round_trip(
         theirs = AutoModelForCausalLM.from_pretrained(back, trust_remote_code=True, **exact)(tokens).logits
         found = theirs, our_logits(ours, tokens)
     assert all((one - expected).abs().max() <= tolerance * expected.abs().max() for one in found)
+
+
+def add_predicting_layer(hf: Path, *others: str) -> int:
+    """Add a layer that predicts further tokens to a model of four, with `others` besides; return its tensors."""
+    weights = tensors_of(hf)
+    more = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
+    more |= {f"model.layers.4.{name}.weight": torch.zeros(2) for name in others}
+    save_file(weights | more, hf / "model.safetensors")
+    return len(more)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import Glm4MoeLiteConfig
 
 from megatron_ladder.blueprint.tensors import parameter_count
@@ -19,6 +18,7 @@ from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import (
     MSCALES,
     YARN,
+    add_predicting_layer,
     assert_equal_bits,
     check_round_trip,
     config_of,
@@ -72,9 +72,7 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     save_model(hf, "deepseek_v3")
     weights = tensors_of(hf)
-    more = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
-    more |= {"model.layers.4.eh_proj.weight": torch.zeros(2, 2), "model.layers.4.embed_tokens.weight": torch.zeros(2)}
-    save_file(weights | more, hf / "model.safetensors")
+    count = add_predicting_layer(hf, "eh_proj", "embed_tokens")
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     (hf / "modeling_deepseek.py").write_text("raise RuntimeError")
     training = {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1}
@@ -84,11 +82,11 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     convert("import", "--hf", hf, "--save", ours, "--verify")
     printed = capsys.readouterr().out
     assert "remote code (auto_map) is ignored: the model is read as deepseek_v3" in printed
-    assert f"{len(more)} tensors of layers that predict further tokens" in printed
+    assert f"{count} tensors of layers that predict further tokens" in printed
     assert all(f"*** {warning} ***" in printed for warning in open_model(hf, None, None).warnings)
     assert len(open_model(hf, None, None).warnings) == 2
     convert("inspect", hf)
-    assert f"{len(more)} of them in parts that an import drops" in capsys.readouterr().out
+    assert f"{count} of them in parts that an import drops" in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back", "--verify")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     written = config_of(tmp_path / "back")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import HYV3ForCausalLM
 
 from ladder_lab.bench.sizes import SIZES as SHAPES
@@ -23,6 +22,7 @@ from tests.unit.convert.saved_models import (
     MSCALES,
     SIZES,
     YARN,
+    add_predicting_layer,
     assert_equal_bits,
     check_round_trip,
     config_of,
@@ -315,14 +315,11 @@ def test_the_layer_of_hy3_that_predicts_a_further_token_is_dropped(
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     save_model(hf, "hy_v3")
     weights = tensors_of(hf)
-    more = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
-    others = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-    more |= {f"model.layers.4.{name}.weight": torch.zeros(2) for name in others}
-    save_file(weights | more, hf / "model.safetensors")
+    count = add_predicting_layer(hf, "enorm", "hnorm", "eh_proj", "final_layernorm")
     (hf / "config.json").write_text(json.dumps(config_of(hf) | {"num_nextn_predict_layers": 1}))
     convert("import", "--hf", hf, "--save", ours, "--verify")
     printed = capsys.readouterr().out
-    assert f"{len(more)} tensors of layers that predict further tokens" in printed and "verified: the logits" in printed
+    assert f"{count} tensors of layers that predict further tokens" in printed and "verified: the logits" in printed
     convert("export", "--load", ours, "--hf", tmp_path / "back")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == 0

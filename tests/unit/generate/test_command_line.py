@@ -119,7 +119,7 @@ def test_prompts_are_processed_in_parts(
 def test_the_states_of_windows_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a sequence of 32,768 tokens, which ends at its first new one."""
+    """The sequence has 32,768 tokens: the prompt, and one new token."""
     allocated: list[int] = []
     allocate = States.allocate
 

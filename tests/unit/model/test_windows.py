@@ -23,7 +23,7 @@ def inputs(length: int) -> list[Tensor]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, visible: Tensor) -> Tensor:
-    """Softmax over the visible scores, and over the sink beside them, which has no value."""
+    """Attend by a softmax over the visible scores and the sink; the sink has no value."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3) * SCALE).masked_fill(~visible, -math.inf)
     if sinks is not None:
