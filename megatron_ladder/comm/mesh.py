@@ -1,7 +1,8 @@
-"""The process mesh: the tensor-parallel, data-parallel and pipeline-parallel groups of a rank.
+"""The process mesh: the tensor-parallel, data-parallel, expert-parallel and pipeline-parallel groups of a rank.
 
 Ranks are numbered as `arange(world).view(pipeline, data, tensor)`: neighbouring ranks, which a launcher puts on one
-machine, are tensor-parallel, the dimension that communicates most. The mesh is built once and passed on.
+machine, are tensor-parallel, the dimension that communicates most. Expert-parallel ranks are neighbours on the data x
+tensor grid of their stage, whatever its shape. The mesh is built once and passed on.
 
 Every group has a separate communicator. Collectives of several communicators must be issued in the same order on all
 ranks that share them; otherwise two ranks may each wait in a collective that the other has not started. The order is
@@ -46,6 +47,11 @@ class ProcessMesh:
     """Ranks that together hold one model: tensor x pipeline."""
     ends: CommGroup
     """Ranks that hold the same slices of the first and of the last stage, which share tied embeddings."""
+    experts: CommGroup
+    """Ranks of a stage that hold different routed experts, and exchange tokens; this rank alone if tensor-parallel
+    ranks divide the experts."""
+    experts_data: CommGroup
+    """Ranks that hold the same routed experts, or slices of them, and process different tokens."""
     head_replicas: Mapping[int, CommGroup] = field(default_factory=dict, hash=False)
     """By their number, neighbouring tensor-parallel ranks that hold the same key heads of some mixer."""
     sequence_parallel: bool = False
@@ -62,7 +68,7 @@ class ProcessMesh:
     def single() -> "ProcessMesh":
         """Return the mesh of one process, which needs no torch.distributed."""
         alone = CommGroup.alone()
-        return ProcessMesh(alone, alone, alone, alone, alone, alone)
+        return ProcessMesh(alone, alone, alone, alone, alone, alone, alone, alone)
 
     @staticmethod
     def build(
@@ -74,6 +80,7 @@ class ProcessMesh:
         tp_comm_max_ctas: int = 0,
         chunks: int = 1,
         device: torch.device | None = None,
+        expert_parallel: int = 1,
     ) -> "ProcessMesh":
         """Create the groups; every rank of the default process group must make the same call.
 
@@ -84,6 +91,8 @@ class ProcessMesh:
                 data-parallel and pipeline groups on a GPU; 0 leaves it to NCCL.
             chunks: number of ranges of layers of a pipeline stage; with several, the last stage sends to the first.
             device: that of this rank's messages; the CPU by default.
+            expert_parallel: number of ranks of a stage that divide the routed experts among them; a divisor or a
+                multiple of `tensor_parallel`. With 1, the tensor-parallel ranks divide them.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
@@ -109,12 +118,22 @@ class ProcessMesh:
 
         pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
         pipeline = group_of(pipelines, "pipeline", overlaps=True, both_directions=True)
+        data = group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data", overlaps=True)
+        experts, experts_data = alone, data
+        if expert_parallel > 1:
+            experts_grid = grid.reshape(pipeline_parallel, -1, expert_parallel)
+            experts = group_of(experts_grid.flatten(0, 1), "experts", overlaps=True)
+            if expert_parallel != tensor_parallel:
+                with_same_experts = experts_grid.transpose(1, 2).flatten(0, 1)
+                experts_data = group_of(with_same_experts, "experts, data", overlaps=True)
         mesh = ProcessMesh(
             world=CommGroup(range(world_size), rank, dist.group.WORLD),
             ends=group_of(pipelines[:, [0, -1]], "ends") if pipeline_parallel > 2 else pipeline,
             tensor=group_of(grid.reshape(-1, tensor_parallel), "tensor", overlaps=True),
-            data=group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data", overlaps=True),
+            data=data,
             pipeline=pipeline,
+            experts=experts,
+            experts_data=experts_data,
             model=group_of(grid.transpose(0, 1).reshape(grid.shape[1], -1), "model"),
             head_replicas={count: group_of(grid.reshape(-1, count), "head replicas") for count in head_replicas},
             sequence_parallel=sequence_parallel,
@@ -126,7 +145,8 @@ class ProcessMesh:
         """Return a description of the grid for the log."""
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
-        return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
+        experts = f", the experts divided over {self.experts.size} ranks" if self.experts.size > 1 else ""
+        return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}{experts}"
 
 
 def _exchange_first_messages(pipeline: CommGroup, chunks: int, device: torch.device | None) -> None:

@@ -82,9 +82,9 @@ class _ExpertMatrices(ParallelModule):
     down_bias: nn.Parameter | None
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
-        super().__init__(build)
+        super().__init__(build, routed=True)
         self.swiglu = build.operations.swiglu
-        whole = build.experts.sharding == "experts"
+        whole = build.experts.sharding == "experts" or build.mesh.experts.size > 1
         for name, matrix in (*branch.inputs.items(), ("down", branch.output)):
             for attribute, tensor in ((name, matrix.weight), (f"{name}_bias", matrix.bias)):
                 tensors = [] if tensor is None else [replace(tensor, sharded_dim=0) if whole else tensor]

@@ -37,13 +37,13 @@ class Section:
     local_start: int = 0
     """First element in the local parameter."""
     counted: bool = True
-    """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
+    """Whether this rank's copy counts in norms and is saved, among tensor-parallel ranks that hold the same slice."""
     is_partial: bool = False
     """Whether each of the tensor-parallel ranks that hold the same slice gets only a part of its gradient."""
 
     @staticmethod
     def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0, is_partial: bool = False) -> "Section":
-        """Return the section of a canonical tensor that a tensor-parallel rank holds.
+        """Return the section of a canonical tensor that a rank of a group holds.
 
         Ranks that hold the same key heads use them for different queries, so their gradients are always partial.
         """
@@ -116,11 +116,22 @@ class Placement:
 
 
 class ParallelModule(nn.Module):
-    """A module that describes its parameters by sections."""
+    """A module that describes its parameters by sections.
 
-    def __init__(self, place: Placement) -> None:
+    Attributes:
+        group: ranks that hold different slices of the parameters.
+        data: ranks that hold the same slices, over which the gradients are summed.
+    """
+
+    def __init__(self, place: Placement, routed: bool = False) -> None:
+        """`routed`: the parameters are those of routed experts, which expert-parallel ranks divide if there are any."""
         super().__init__()
-        self.group = place.mesh.tensor
+        mesh = place.mesh
+        self.group = mesh.tensor
+        self.data = mesh.data
+        if routed and mesh.experts.size > 1:
+            self.group = mesh.experts
+            self.data = mesh.experts_data
         self.sections: dict[str, tuple[Section, ...]] = {}
 
     def allocate(self, device: torch.device) -> None:

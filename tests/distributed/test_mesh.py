@@ -34,6 +34,39 @@ def test_neighbours_are_tensor_parallel(gloo_pools: GlooPools) -> None:
         }
 
 
+def expert_members(tensor: int, pipeline: int, experts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks with other experts than this rank's, and those with the same."""
+    mesh = ProcessMesh.build(tensor, pipeline, expert_parallel=experts)
+    # A collective shows that the members of a group agree.
+    for group in (mesh.experts, mesh.experts_data):
+        assert group.all_reduce(torch.ones(1)).item() == group.size
+        assert group.ranks[group.rank] == dist.get_rank() or group.size == 1
+    return mesh.experts.ranks, mesh.experts_data.ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "experts_data"),
+    [
+        ((1, 1, 2), [(0, 1), (2, 3)], [(0, 2), (1, 3)]),
+        ((1, 1, 4), [(0, 1, 2, 3)], [(0,), (1,), (2,), (3,)]),
+        ((2, 1, 2), [(0, 1), (2, 3)], [(0, 2), (1, 3)]),
+        ((2, 1, 4), [(0, 1, 2, 3)], [(0,), (1,), (2,), (3,)]),
+        ((4, 1, 2), [(0, 1), (2, 3)], [(0, 2), (1, 3)]),
+        ((1, 2, 2), [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]),
+        ((2, 1, 1), [(0,), (1,), (2,), (3,)], [(0, 2), (1, 3)]),
+    ],
+)
+def test_neighbours_of_a_stage_divide_the_experts(
+    gloo_pools: GlooPools,
+    layout: tuple[int, int, int],
+    experts: list[tuple[int, ...]],
+    experts_data: list[tuple[int, ...]],
+) -> None:
+    for rank, of_rank in enumerate(gloo_pools(4).run(expert_members, *layout)):
+        expected = (next(row for row in rows if rank in row) for rows in (experts, experts_data))
+        assert of_rank == tuple(expected)
+
+
 def ranks_over_gloo() -> tuple[list[int], list[int]]:
     """Return the ranks that rank 0 of a model of four stages gathers, in a second and in a third group of them."""
     mesh = ProcessMesh.build(1, 4)
