@@ -173,6 +173,8 @@ def test_a_study_runs_once_and_reports(stand: Stand) -> None:
     text = (stand.folder / "report.md").read_text()
     assert "| ladder | 10 | 2 | 3.1000 ± 0.0000 | +0.1000 |" in text and "| ladder | 15 | 2 |" in text
     assert "| ladder | 200.00 | 1.500 | 0.010 | a wire, an all-reduce takes 1.000 ms (1.2c) |" in text
+    effective = (1.4 / 1.5) ** (1 / 0.0941)
+    assert f"| ladder | {effective:.3f} | 1.500 | {1.5 * effective:.3f} | – | – |" in text
     assert list(stand.folder.glob("curves-*.png")) and not list(stand.folder.rglob("checkpoints"))
     stand.run()
     assert stand.started == []

@@ -11,6 +11,7 @@ from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.inference import Attention
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
+from ladder_lab.effective_speed import PUBLISHED
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
@@ -182,6 +183,8 @@ class LayoutOptions:
     parallelism."""
     optimizer: OptimizerName = "adamw"
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
+    standard_loss: float = flag(3.2, above=PUBLISHED.limit)
+    """Loss of standard in nats per token, from which to state how much loss a faster wiring can afford."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""
     json: Path | None = flag(None, output="file")

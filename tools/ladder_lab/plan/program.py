@@ -9,6 +9,7 @@ from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout, stage_chunks, state_bytes
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import Sent, rank_traffic
+from ladder_lab.effective_speed import PUBLISHED
 from ladder_lab.output import markdown_table, write_json
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
@@ -66,9 +67,11 @@ def print_layouts(name: str, model: ModelConfig, machine_options: MachineOptions
     layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
     rows = [] if layout is None else sweep(request, layout)
     advice = _advise(request, plans)
-    text = _report_text(request, plans, advice, options.top, layout, rows)
+    affordable = _affordable_losses(request, plans, options.standard_loss)
+    text = _report_text(request, plans, advice, options, affordable, layout, rows)
     print(f"{name}, {machine_options.place(options.gpus)}, {text}", flush=True)
-    write_json(options.json, _report_json(request, plans, advice, layout, rows))
+    report = _report_json(request, plans, advice, layout, rows)
+    write_json(options.json, {**report, "standard_loss": options.standard_loss, "affordable_loss": affordable})
 
 
 def _nothing_fits(request: PlanRequest, model: str) -> str:
@@ -132,6 +135,30 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
         f"{_range(seconds / size, ',.1f')} {unit}{where}. {QUALITY}"
     )
     return _Advice(advised, answer, _traffic(request, advised))
+
+
+def _affordable_losses(request: PlanRequest, plans: Sequence[LayoutPlan], standard_loss: float) -> dict[str, float]:
+    """Return by how many nats per token each faster wiring may end above standard, in the fastest layout of each."""
+    standard = _fastest_standard(request, plans)
+    if standard is None:
+        return {}
+    losses: dict[str, float] = {}
+    for plan in plans:
+        if plan.time.total < standard.time.total:
+            losses.setdefault(
+                plan.wiring, PUBLISHED.affordable_loss(standard_loss, standard.time.total / plan.time.total)
+            )
+    return losses
+
+
+def _describe_affordable(losses: Mapping[str, float], standard_loss: float) -> list[str]:
+    if not losses:
+        return []
+    listed = ", ".join(f"{wiring} {loss:.3f}" for wiring, loss in losses.items())
+    return [
+        f"Nats per token that a faster wiring may lose before it stops paying, after as many tokens, where standard's "
+        f"loss is {standard_loss:g} (--standard-loss): {listed} (with {PUBLISHED})."
+    ]
 
 
 def _traffic(request: PlanRequest, plan: LayoutPlan) -> dict[str, Sent]:
@@ -267,7 +294,8 @@ def _report_text(
     request: PlanRequest,
     plans: Sequence[LayoutPlan],
     advice: _Advice,
-    top: int,
+    options: LayoutOptions,
+    affordable: Mapping[str, float],
     layout: Layout | None,
     rows: Sequence[dict[str, Any]],
 ) -> str:
@@ -275,7 +303,8 @@ def _report_text(
         f"{request.global_batch} samples of {request.sequence} tokens per step, bf16; figures not measured here, so "
         "times are ranges.",
         advice.answer,
-        markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
+        *_describe_affordable(affordable, options.standard_loss),
+        markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[: options.top]]),
         "MFU: 6 operations for each weight that a token is multiplied with, and attention over whole scores, relative "
         "to the peak below; torchtitan counts the same.",
         _layouts_verdict(plans),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ladder_lab.effective_speed import PUBLISHED, ScalingLaw
 from ladder_lab.output import markdown_table
 from ladder_lab.study.figures import (
     at_equal_tokens,
@@ -40,6 +41,16 @@ def transferred_rates(study: Mapping[str, Any]) -> str:
             row = {f"chosen for {first}": rates[0], f"predicted for {second}": predicted, "chosen": rates[1]}
             rows.append({"wiring": wiring} | {name: f"{rate:g}" for name, rate in row.items()})
     return "Learning rates fall with the hidden size:\n\n" + markdown_table(rows) if rows else ""
+
+
+def scaling_law(study: Mapping[str, Any], runs: pd.DataFrame) -> ScalingLaw:
+    """Return the law of standard's losses over compute where the runs determine it, otherwise the published one."""
+    compute = {facts["parameters"]: facts["parameters"] * facts["iterations"] for facts in study["sizes"].values()}
+    standard = _losses(study, runs).get(STANDARD, {})
+    fit = power_law([(compute[size], loss) for size, by_seed in standard.items() for loss in by_seed.values()])
+    if fit is None:
+        return PUBLISHED
+    return ScalingLaw(fit["alpha"][0], fit["E"][0], f"fitted to the losses of {STANDARD} over parameters x tokens")
 
 
 def over_sizes(study: Mapping[str, Any], runs: pd.DataFrame, folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import pandas as pd
 
+from ladder_lab.effective_speed import ScalingLaw
 from ladder_lab.output import markdown_table
 from ladder_lab.study.figures import (
     NOTHING,
@@ -27,7 +28,7 @@ from ladder_lab.study.figures import (
     paired,
     verdict,
 )
-from ladder_lab.study.over_sizes import over_sizes, transferred_rates
+from ladder_lab.study.over_sizes import over_sizes, scaling_law, transferred_rates
 from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import read_if_exists, write_atomically
@@ -87,8 +88,9 @@ def write_report(folder: Path) -> Path | None:
         _losses_of_rates(runs),
         transferred_rates(study),
     ]
+    law = scaling_law(study, runs)
     for size in study["settings"]["sizes"]:
-        parts += _comparison(study, runs, size, folder)
+        parts += _comparison(study, runs, size, law, folder)
     parts += over_sizes(study, runs, folder)
     write_atomically(folder / REPORT_NAME, "\n\n".join(filter(None, parts)) + "\n")
     return folder / REPORT_NAME
@@ -106,7 +108,7 @@ def _losses_of_rates(runs: pd.DataFrame) -> str:
     return "Final validation losses by learning rate:\n\n" + markdown_table(rows)
 
 
-def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder: Path) -> list[str]:
+def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, law: ScalingLaw, folder: Path) -> list[str]:
     """Return the tables of one size at equal tokens and, if it is timed, at equal time."""
     times = study["step_times"].get(size, {})
     iterations = study["sizes"][size]["iterations"]
@@ -132,7 +134,7 @@ def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder:
         unit = "million tokens" if budget == "tokens" else f"steps of {STANDARD} under the interconnect"
         parts += [f"### Equal {budget}", _outcomes(scaled, unit)]
     if times:
-        parts += [_step_times(times)]
+        parts += [_step_times(times), _effective_speeds(tokens, times, law)]
     if any(STANDARD in by_wiring for by_wiring in curves.values()):
         name = f"curves-{size}.png"
         _draw(curves, folder / name)
@@ -196,6 +198,46 @@ def _step_times(times: Mapping[str, Any]) -> str:
         for wiring, row in times.items()
     ]
     return "Step times, with the wirings interleaved:\n\n" + markdown_table(rows)
+
+
+def _effective_speeds(tokens: pd.DataFrame, times: Mapping[str, Any], law: ScalingLaw) -> str:
+    """Return a table of effective speeds, with intervals over the pairs of runs at equal tokens."""
+    losses = {wiring: losses_by_seed(wiring_runs) for wiring, wiring_runs in tokens.groupby("wiring", sort=False)}
+    standard = losses.pop(STANDARD, {})
+    # Logarithms, because the figure is a ratio.
+    logarithms = {}
+    for wiring, by_seed in losses.items():
+        if wiring in times:
+            speeds = {
+                seed: law.effective_speed(standard[seed], loss, times[wiring]["speedup"])
+                for seed, loss in by_seed.items()
+                if seed in standard
+            }
+            logarithms[wiring] = paired(
+                {seed: math.log(speed) for seed, speed in speeds.items()}, dict.fromkeys(speeds, 0.0)
+            )
+    adjusted = dict(zip(logarithms, holm([logarithm["p"] for logarithm in logarithms.values()]), strict=True))
+    rows = []
+    for wiring, logarithm in logarithms.items():
+        mean, low, high = (math.exp(logarithm[name]) for name in ("mean", "low", "high"))
+        speedup = times[wiring]["speedup"]
+        rows.append(
+            {
+                "wiring": wiring,
+                f"compute of {STANDARD} for the same loss": number(mean / speedup, ".3f"),
+                "speed-up": number(speedup, ".3f"),
+                "effective speed": number(mean, ".3f"),
+                "95 % interval": NOTHING if math.isnan(low) else f"{number(low, '.3f')} to {number(high, '.3f')}",
+                "verdict": verdict(logarithm, adjusted[wiring], "does not pay", "pays", "undecided"),
+            }
+        )
+    if not rows:
+        return ""
+    return (
+        f"Effective speed: ((L of {STANDARD} - L_inf) / (L - L_inf))^(1 / alpha), the share of its compute with which "
+        f"{STANDARD} reaches the loss L at equal tokens, times the speed-up of a step, with {law}:\n\n"
+        + markdown_table(rows)
+    )
 
 
 def _draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> None:
