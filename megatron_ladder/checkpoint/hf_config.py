@@ -92,7 +92,7 @@ def model_config_from_hf(
     values |= {
         **row.fixed,
         "num_layers": layers,
-        **_linear_layers(model_type, read, errors),
+        **_linear_layers(model_type, read, per_layer, errors),
         **_windows(model_type, config.get("sliding_window", row.sliding_window), read, per_layer, errors),
         **read_rope(config, read, model_type, errors),
         **_experts(model_type, given, layers, errors),
@@ -141,23 +141,26 @@ def _type_error(model_type: object) -> str:
     return f"model_type: found {found}, expected one of {', '.join((*TYPES, *TEXT_TYPES))}"
 
 
-def _linear_layers(model_type: str, read: HFKeys, errors: KeyErrors) -> dict[str, Any]:
-    """Return the fields of linear attention, of which a type has all or none."""
-    count = read.num_hidden_layers
+def _linear_layers(model_type: str, read: HFKeys, attentions_per_layer: int, errors: KeyErrors) -> dict[str, Any]:
+    """Return the fields of linear attention; without `layer_types`, all but every fourth layer of a hybrid has it."""
+    row, count = TYPES[model_type], read.num_hidden_layers
     kinds: Sequence[str] | None = read.layer_types
-    if not TYPES[model_type].linear_tensors:
+    if not row.linear_tensors:
         if kinds is not None and "linear_attention" in kinds:
             index = kinds.index("linear_attention")
             errors.append((f"layer_types[{index}]", kinds[index], f"another kind in a {model_type} model"))
         return {}
-    if kinds is None:
+    if kinds is None and row.is_hybrid:
         every = read.full_attention_interval or 4
         kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(count)]
-    if len(kinds) != count or "sliding_attention" in kinds:
+    if row.is_hybrid and (len(kinds or ()) != count or "sliding_attention" in (kinds or ())):
         errors.append(("layer_types", kinds, f"linear_attention or full_attention for each of {count} layers"))
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    of_layers = (kinds or ())[::attentions_per_layer]
+    layers = tuple(layer for layer, kind in enumerate(of_layers) if kind == "linear_attention")
     if not layers:
         return {key: getattr(ModelConfig, key) for key in LINEAR}
+    missing = [key for key in LINEAR if getattr(read, key) is None and key not in row.required]
+    errors += [(key, None, "a value, since layer_types has linear_attention") for key in missing]
     return {"experimental_attention_variant": "gated_delta_net", "linear_attention_layers": layers}
 
 
@@ -167,7 +170,7 @@ def _windows(
     """Return the fields of windows; without `layer_types`, every second layer of gpt-oss has one, from the first on."""
     row, count, window = TYPES[model_type], read.num_hidden_layers, stored_window or None
     kinds: Sequence[str] = read.layer_types or []
-    if row.linear_tensors:
+    if row.is_hybrid:
         return {}
     if row.windows:
         kinds = _plain_windows(model_type, window, read, errors)
@@ -349,9 +352,13 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     `imported_type` is that of the directory from which the model was imported, or "".
 
     Raises:
-        UserError: no type expresses the model, the exported code lacks a mixer or a part of its attention, or
-            lanes, or ranks of desync, that read different streams share key and value heads.
+        UserError: no type expresses the model, the exported code lacks a mixer or a part of its attention, lanes, or
+            ranks of desync, that read different streams share key and value heads, or all attention is linear.
     """
+    if len(model.linear_attention_layers) == model.num_layers:
+        reason = "{linear_attention_layers}: the cache of transformers counts positions in the other layers"
+        fix = "generate from the checkpoint instead"
+        raise UserError(Problem({"linear_attention_layers": model.linear_attention_layers}, reason, fix))
     if model.softmax_type == "learnable":
         raise_user_errors(
             Problem(
@@ -362,14 +369,17 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
             for name in ("qk_layernorm", "rotary_percent")
             if getattr(model, name) != getattr(ModelConfig, name)
         )
-    lanes = model.lanes or model.desync_tp
-    if lanes and model.num_key_value_heads % lanes:
-        name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
-        raise UserError(
-            f"{name} with {model.num_key_value_heads} key-value heads: with a shared head, each lane computes "
-            "different keys and values from it, for which the cache of transformers has no space: generate from the "
-            "checkpoint instead"
-        )
+    lanes = model.lanes or model.desync_tp or 1
+    heads = {"key-value heads": model.num_key_value_heads}
+    if model.linear_attention_layers:
+        heads["key heads of linear attention"] = model.linear_num_key_heads
+    name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
+    raise_user_errors(
+        f"{name} with {count} {kind}: with a shared head, each lane computes different keys and values from it, for "
+        "which the cache of transformers has no space: generate from the checkpoint instead"
+        for kind, count in heads.items()
+        if count % lanes
+    )
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
@@ -437,8 +447,11 @@ def hf_config(
         absent.update(LATENT)
     # transformers' types with windows need a size even if no layer has one.
     values["sliding_window"] = model.window_size or row.sliding_window
+    has_linear = row.is_hybrid or bool(model.linear_attention_layers)
     if values["sliding_window"] is None:
-        absent.update({*WINDOWS} - ({"layer_types"} if row.linear_tensors else set()))
+        absent.update({"sliding_window"} if has_linear else WINDOWS)
+    if not has_linear:
+        absent.update((*LINEAR, "mamba_ssm_dtype"))
     windows = {}
     if row.windows and model.window_size:
         values |= {"use_sliding_window": True, "max_window_layers": model.window_layers[0]}
@@ -461,7 +474,7 @@ def hf_config(
         "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
         "pad_token_id": pad_token_id,
         **rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
-        **row.same,
+        **{key: value for key, value in row.same.items() if key not in absent},
         **{key: values[key] for key in row.experts if model.moe_layers and key not in absent},
         **row.constants,
         **windows,

@@ -47,13 +47,15 @@ def joined_tensors(model: ModelConfig, model_type: str) -> dict[str, JoinedRows]
     row = TYPES[model_type]
     found: dict[str, JoinedRows] = {}
     for layer, sub_blocks in enumerate(layer_tensors(model)):
-        prefix = f"layers.{layer}.attention."
-        specs = {spec.name: spec for sub_block in sub_blocks for spec in sub_block.tensors}
         is_linear = layer in model.linear_attention_layers
-        mixer = "linear_attn" if is_linear else "self_attn"
-        for joined in row.linear_tensors if is_linear else row.attention_tensors:
-            groups = getattr(model, joined.groups) if joined.groups else 1
-            parts = tuple(specs[prefix + part] for part in joined.parts)
-            rows = JoinedRows(f"model.layers.{layer}.{mixer}.{joined.stored}", parts, groups)
-            found |= {part.name: rows for part in parts}
+        module = "linear_attn" if is_linear else "self_attn"
+        for branch in (branch for sub_block in sub_blocks for branch in sub_block.branches if branch.mixer is not None):
+            specs = {spec.name: spec for spec in branch.tensors}
+            prefix = branch.output.weight.name.removesuffix("o_proj.weight")
+            for joined in row.linear_tensors if is_linear else row.attention_tensors:
+                groups = getattr(model, joined.groups) if joined.groups else 1
+                parts = tuple(specs[prefix + part] for part in joined.parts)
+                name = f"model.{prefix.replace('attention', module)}{joined.stored}"
+                rows = JoinedRows(name, parts, groups)
+                found |= {part.name: rows for part in parts}
     return found

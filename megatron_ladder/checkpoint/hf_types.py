@@ -148,7 +148,8 @@ class _Type:
     synonyms: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `same` with another value that has the same meaning."""
     keys: tuple[str, ...] = ()
-    """Other keys. Those of latent attention are written only for models that have it."""
+    """Other keys. Those of latent attention are written only for models that have it, as are those of linear attention
+    in a type that is no hybrid."""
     has_output_bias: bool = False
     """Whether `attention_bias` includes the output projection."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -191,6 +192,11 @@ class _Type:
     """All tensors of linear attention, also those that have the rows of one of ours."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """First part of the names of tensors that are not read -> what they belong to."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether every model of the type has the keys of linear attention, and none has windows."""
+        return {*LINEAR} <= {*self.required}
 
 
 _LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
@@ -237,6 +243,7 @@ LINEAR: tuple[str, ...] = (
     "linear_num_key_heads",
 )
 LINEAR += ("linear_num_value_heads",)
+"""Keys of models with linear attention, besides `mamba_ssm_dtype`."""
 _LINEAR_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _LINEAR_TENSORS = (
     JoinedTensor("conv1d.weight", ("q_conv.weight", "k_conv.weight", "v_conv.weight")),
@@ -458,10 +465,12 @@ TYPES = {
         keys=(
             *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
             *(*LATENT, "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset"),
-            *(*WINDOWS, "softmax_type", "zero_centered_gamma"),
+            *(*WINDOWS, *LINEAR, "softmax_type", "zero_centered_gamma"),
         ),
+        same={"mamba_ssm_dtype": _QWEN3_5.same["mamba_ssm_dtype"]},
         sliding_window=None,
         partial_rotary_factor=1.0,
+        linear_tensors=_QWEN3_5.linear_tensors,
     ),
     AUTHORS_TYPE: replace(_LLAMA, architecture=""),
     INSTELLA_TYPE: replace(

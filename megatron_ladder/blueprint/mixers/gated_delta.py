@@ -24,6 +24,7 @@ class GatedDelta(Mixer):
     value head the strength `b` of its update and the decay `a`. Value heads in a row share a query and key head.
     """
 
+    is_exported: ClassVar[bool] = True
     checks: ClassVar[Sequence[Check]] = (
         rule(
             lambda linear_attention_layers, linear_num_key_heads, linear_num_value_heads: (

@@ -8,17 +8,18 @@ from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 # In exported files, the content of that module.
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 
 
 class MegatronLadderConfig(PreTrainedConfig):
-    """Llama's keys, and the keys of biases, norms, windows, latent attention, experts and the wiring.
+    """Llama's keys, and the keys of biases, norms, windows, latent and linear attention, experts and the wiring.
 
     `attention_bias` applies only to queries, keys and values, or to their latents, unlike in Llama. Other keys of
-    experts are as in GLM-4.5, and those of latent attention as in DeepSeek-V3. `num_hidden_layers` counts a layer with
-    two attentions twice, as in LongCat-Flash.
+    experts are as in GLM-4.5, those of latent attention as in DeepSeek-V3, and those of linear attention (gated
+    DeltaNet) as in Qwen3.5. `num_hidden_layers` counts a layer with two attentions twice, as in LongCat-Flash.
 
     Attributes:
         attention_output_bias: whether the attention's output projection has a bias.
@@ -28,9 +29,12 @@ class MegatronLadderConfig(PreTrainedConfig):
         glu_linear_offset: number that is added to what gates multiply.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
         sliding_window: positions that queries of `sliding_attention` see, their own included.
-        layer_types: `sliding_attention` or `full_attention` for each attention; absent if none has a window.
+        layer_types: `linear_attention`, `sliding_attention` or `full_attention` for each attention; absent if all are
+            the last.
         softmax_type: `learnable` if each head's softmax has a sink in its denominator, as in gpt-oss.
-        zero_centered_gamma: whether norms multiply by 1 + their weight; those of latents never do.
+        zero_centered_gamma: whether norms multiply by 1 + their weight; those of latents and of linear attention never
+            do.
+        mamba_ssm_dtype: element type of the states of linear attention, which servers read.
         kv_lora_rank: width of the latent of keys and values; None: attention is not latent.
         gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
@@ -84,6 +88,12 @@ class MegatronLadderConfig(PreTrainedConfig):
     qk_norm: bool = False
     sliding_window: int | None = None
     softmax_type: str = "vanilla"
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    mamba_ssm_dtype: str = "float32"
     zero_centered_gamma: bool = False
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
@@ -140,6 +150,9 @@ class MegatronLadderConfig(PreTrainedConfig):
             self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.gated_attention:
             self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.self_attn.gate_proj": "colwise"}
+        if "linear_attention" in (kwargs.get("layer_types") or ()):
+            linear = {key: how for key, how in Qwen3_5TextConfig.base_model_tp_plan.items() if "linear_attn" in key}
+            self.base_model_tp_plan = {**self.base_model_tp_plan, **linear}
         if self.num_experts:
             experts = {key: how for key, how in Glm4MoeConfig.base_model_tp_plan.items() if "expert" in key}
             self.base_model_tp_plan = {**self.base_model_tp_plan, **experts}
@@ -169,13 +182,17 @@ class MegatronLadderConfig(PreTrainedConfig):
         return self.softmax_type == "learnable"
 
     @property
-    def has_windows(self) -> bool:
-        """Whether attentions have windows."""
-        return "sliding_attention" in (getattr(self, "layer_types", None) or ())
+    def has_linear_attention(self) -> bool:
+        """Whether the token mixer of some layers is gated DeltaNet."""
+        return "linear_attention" in (getattr(self, "layer_types", None) or ())
+
+    def layer_type_of(self, attention: int) -> str:
+        """Return the type of an attention."""
+        return (getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers)[attention]
 
     def window_of(self, attention: int) -> int | None:
         """Return the window of an attention; None if it has none."""
-        return self.sliding_window if self.has_windows and self.layer_types[attention] == "sliding_attention" else None
+        return self.sliding_window if self.layer_type_of(attention) == "sliding_attention" else None
 
     @property
     def has_swiglu(self) -> bool:

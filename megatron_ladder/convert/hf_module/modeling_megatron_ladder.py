@@ -4,7 +4,7 @@ A sub-block (attention, MLP or experts with their norm, or several of them side 
 [b, s, h] from which some outputs of earlier sub-blocks are missing: none in the ordinary transformer, its predecessor's
 in the ladder. An output that a sub-block has seen stays in the stream. A layer therefore passes on the complete stream,
 and if the next layer misses something, also the stream that it reads and the missing outputs, oldest first. Everything
-else is the Llama, Qwen3, GLM and DeepSeek-V3 of transformers.
+else is the Llama, Qwen, GLM and DeepSeek-V3 of transformers.
 
 With T lanes (own partials), heads and neurons form T groups. With y_j^k the partial sum of output j over group k, lane
 k reads
@@ -18,6 +18,7 @@ different streams have one weight per rank.
 """
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.masking_utils import create_recurrent_attention_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -40,6 +41,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from .configuration_megatron_ladder import MegatronLadderConfig, norm_name
@@ -55,16 +57,19 @@ conversion_mapping.register_checkpoint_conversion_mapping(MegatronLadderConfig.m
 
 
 class _LaneProjection(nn.Linear):
-    """A projection of which lane k computes the k-th block of outputs from its own input."""
+    """A projection of which lane k computes the k-th block of every section of outputs from its own input."""
 
     lanes = 1
+    sections: Any = None
+    """Sizes of the sections; None for one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs of all lanes [b, s, lanes * in], or one input of all [b, s, in], -> [b, s, out]."""
         if x.shape[-1] == self.in_features:
             return super().forward(x)
         inputs = x.unflatten(-1, (self.lanes, self.in_features))
-        output = torch.einsum("...ki,koi->...ko", inputs, self.weight.unflatten(0, (self.lanes, -1))).flatten(-2)
+        blocks = [rows.unflatten(0, (self.lanes, -1)) for rows in self.weight.split(self.sections or self.out_features)]
+        output = torch.cat([torch.einsum("...ki,koi->...ko", inputs, rows).flatten(-2) for rows in blocks], dim=-1)
         return output if self.bias is None else output + self.bias
 
 
@@ -81,12 +86,14 @@ class _PartialSums(nn.Linear):
 
 
 def _divide_into_lanes(module: nn.Module, lanes: int) -> None:
-    """Replace the projections of attention or of an MLP by those of several lanes."""
+    """Replace the projections of a token mixer or of an MLP by those of several lanes."""
     for name, linear in list(module.named_children()):
         if isinstance(linear, nn.Linear):
-            kind = _PartialSums if name in ("o_proj", "down_proj") else _LaneProjection
+            kind = _PartialSums if name in ("o_proj", "out_proj", "down_proj") else _LaneProjection
             divided = kind(linear.in_features, linear.out_features, bias=linear.bias is not None)
             divided.lanes = lanes
+            if name == "in_proj_qkv":
+                divided.sections = module.key_dim, module.key_dim, module.value_dim
             setattr(module, name, divided)
 
 
@@ -178,6 +185,33 @@ def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     if config.zero_centered_gamma and config.qk_norm:
         attention.q_norm, attention.k_norm = _norm(config, config.head_dim), _norm(config, config.head_dim)
     return attention
+
+
+class GatedDeltaNet(Qwen3_5GatedDeltaNet):
+    """Gated DeltaNet, called as attentions are."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        return super().forward(hidden_states, cache_params=past_key_values, **kwargs), None
+
+
+_MIXERS: Mapping[str, tuple[str, Callable[[MegatronLadderConfig, int], nn.Module]]] = {
+    "full_attention": ("self_attn", _attention),
+    "sliding_attention": ("self_attn", _attention),
+    "linear_attention": ("linear_attn", GatedDeltaNet),
+}
+"""Type of a layer -> its token mixer: the name in the layer, and what makes one with a place in the cache."""
+_MASKS: Mapping[str, Callable[..., Any]] = {
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": create_recurrent_attention_mask,
+}
+"""Type of a layer -> what makes its mask, if it is not that of Llama."""
 
 
 def _gated(config: MegatronLadderConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -281,16 +315,21 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
         attentions = config.attentions_per_layer
-        self.window = config.window_of(layer_idx * attentions)
-        self.self_attn = _attention(config, layer_idx * attentions)
+        first = layer_idx * attentions
+        self.window = config.window_of(first)
+        self.layer_type = config.layer_type_of(first)
+        self.mixer_name, new_mixer = _MIXERS[self.layer_type]
+        mixer = new_mixer(config, first)
+        setattr(self, self.mixer_name, mixer)
         self.mlp: Any = _feed_forward(config, layer_idx)
         self.lanes = config.lane_count
         if self.lanes:
-            _divide_into_lanes(self.self_attn, self.lanes)
+            _divide_into_lanes(mixer, self.lanes)
             _divide_into_lanes(self.mlp, self.lanes)
         self.sub_blocks = config.wired_layers()[layer_idx]
         if attentions > 1:
-            self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), _mlp(config)
+            setattr(self, f"{self.mixer_name}_2", new_mixer(config, first + 1))
+            self.mlp_2 = _mlp(config)
         for one in self.sub_blocks:
             shape = (config.hidden_size,) if one.reads_shared else (self.lanes, config.hidden_size)
             # Experts and MLP of a layer share a norm.
@@ -304,17 +343,17 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         return super().__call__(*streams, **kwargs)
 
     def forward(
-        self, *state: Tensor, windowed_mask: Tensor | None = None, **kwargs: Any
+        self, *state: Tensor, other_masks: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, ...]:
         """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention.
 
-        `windowed_mask` is the mask of layers with windows.
+        `other_masks` has the masks of layers of other types.
         """
-        if self.window is not None:
-            kwargs["attention_mask"] = windowed_mask
-            if not hasattr(self.self_attn, "sliding_window"):
-                # Flash attention needs the window, which not all classes give it themselves.
-                kwargs["sliding_window"] = self.window
+        if self.layer_type in _MASKS:
+            kwargs["attention_mask"] = (other_masks or {})[self.layer_type]
+        if self.window is not None and not hasattr(self.self_attn, "sliding_window"):
+            # Flash attention needs the window, which not all classes give it themselves.
+            kwargs["sliding_window"] = self.window
         complete, count = state[0], len(self.missing_in)
         stream = state[1] if count else complete
         # Each with its number counted back from the newest, and None without lanes.
@@ -346,8 +385,8 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         outputs = []
         for branch in branches:
             if branch in ("attention", "attention_2"):
-                attention = self.self_attn_2 if branch == "attention_2" else self.self_attn
-                outputs.append(attention(hidden_states=x, **kwargs)[0])
+                mixer = getattr(self, branch.replace("attention", self.mixer_name))
+                outputs.append(mixer(hidden_states=x, **kwargs)[0])
             elif branch == "experts":
                 tokens = x.flatten(0, 1)
                 outputs.append(self.mlp.experts(tokens, *self.mlp.gate(tokens)).view(x.shape))
@@ -378,6 +417,13 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
         "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, GptOssAttention, DeepseekV3Attention],
     }
 
+    # They compute in float32 as in training, in which they can have values that no narrower type has.
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "linear_attn.norm", "linear_attn_2.norm"]
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self.config.has_linear_attention
+
     @property
     def _supports_sdpa(self) -> bool:
         return not self.config.has_sinks
@@ -394,6 +440,9 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
             init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, ZeroCenteredRMSNorm):
             init.zeros_(module.weight)
+        if isinstance(module, GatedDeltaNet):
+            init.ones_(module.dt_bias)
+            init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(0.01, 16).log())
         if isinstance(module, MegatronLadderRouter | Qwen3MoeExperts):
             for name, weight in module.named_parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=0.0 if "bias" in name else self.config.initializer_range)
@@ -445,21 +494,25 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Llama's, with a second mask for layers with windows. `generate` can pass a mask for each kind of layer."""
-        if self.config.has_windows:
+        """Llama's, with other masks for layers of other types. `generate` can pass a mask for each type."""
+        types = [name for name in _MASKS if any(layer.layer_type == name for layer in self.layers)]
+        if types:
             if inputs_embeds is None:
                 inputs_embeds, input_ids = self.embed_tokens(input_ids), None
             if isinstance(attention_mask, dict):
-                kwargs["windowed_mask"] = attention_mask["sliding_attention"]
+                kwargs["other_masks"] = attention_mask
                 attention_mask = attention_mask.get("full_attention")
             else:
-                kwargs["windowed_mask"] = create_sliding_window_causal_mask(
-                    config=self.config,
-                    inputs_embeds=inputs_embeds,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    position_ids=position_ids,
-                )
+                kwargs["other_masks"] = {
+                    name: _MASKS[name](
+                        config=self.config,
+                        inputs_embeds=inputs_embeds,
+                        attention_mask=attention_mask,
+                        past_key_values=past_key_values,
+                        position_ids=position_ids,
+                    )
+                    for name in types
+                }
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

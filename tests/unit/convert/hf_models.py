@@ -37,6 +37,18 @@ LATENT: dict[str, Any] = {
 GATED = {"attention_output_gate": True}
 WINDOWS: dict[str, Any] = {"window_size": 3, "window_layers": (0, 2, 3)}
 SINKS = {"softmax_type": "learnable"}
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_layers": (0, 1, 3, 4),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "norm_epsilon": 0.01,
+}
+"""With a smaller epsilon, norms of small outputs would amplify the rounding of transformers' delta rule."""
+QWEN3_5 = DELTA | GATED | {"qk_layernorm": True, "apply_layernorm_1p": True, "rotary_percent": 0.25, "head_dim": 16}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

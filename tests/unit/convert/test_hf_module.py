@@ -22,9 +22,11 @@ from tests.helpers.pairwise import quick_share
 from tests.reference import ReferenceConfig, reference_logits
 from tests.unit.convert.hf_models import (
     BIASES,
+    DELTA,
     EXPERTS,
     GATED,
     GLM,
+    QWEN3_5,
     SINKS,
     VOCAB,
     WINDOWS,
@@ -43,6 +45,7 @@ HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 DESYNC = {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2}
 GATED_EXPERT = {"moe_shared_expert_gate": True}
 ONE_MORE = {"apply_layernorm_1p": True}
+ROUTED = EXPERTS | {"moe_shared_expert_intermediate_size": 28}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 CLIPPED = {"activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0}
 GPT_OSS = EXPERTS | CLIPPED | {"add_moe_bias": True, "quick_geglu": True}
@@ -94,6 +97,16 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
             ("megatron_ladder", DESYNC | SINKS),
             ("megatron_ladder", GLM | HYBRID | GATED_EXPERT),
             ("megatron_ladder", GLM | HYBRID | GATED_EXPERT | {"residual_mode": "farskip"}),
+            ("qwen3_5_text", QWEN3_5),
+            ("megatron_ladder", QWEN3_5 | HYBRID),
+            ("megatron_ladder", QWEN3_5 | HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 2}),
+            ("megatron_ladder", QWEN3_5 | HYBRID | {"residual_mode": "ladder-parallel", "tie_embeddings": True}),
+            ("megatron_ladder", QWEN3_5 | HYBRID | ROUTED | GATED_EXPERT | {"residual_mode": "farskip"}),
+            ("megatron_ladder", QWEN3_5 | HYBRID | ROUTED | {"residual_mode": "shortcut"}),
+            ("megatron_ladder", QWEN3_5 | HYBRID | EXPERTS | {"residual_mode": "longcat"}),
+            ("megatron_ladder", QWEN3_5 | HYBRID | WINDOWS | {"lanes": 2, "window_layers": (2,)}),
+            ("megatron_ladder", DESYNC | QWEN3_5),
+            ("megatron_ladder", DELTA | SINKS),
         ],
         5,
     ),

@@ -240,9 +240,29 @@ def test_a_missing_tensor_of_a_mixer_is_named(tmp_path: Path) -> None:
     assert error.endswith("model.layers.0.linear_attn.conv1d.weight: is missing; expected shape [64, 1, 3]")
 
 
-def test_late_hybrids_are_not_exported() -> None:
-    model = replace(model_config_from_hf(TEXT), residual_mode="ladder", ladder_layers=(1, 2))
-    (error,) = errors_of(hf_type, model)
-    assert (
-        error == "gated DeltaNet with --residual-mode ladder cannot be exported: generate from the checkpoint instead"
-    )
+def test_a_late_model_has_the_keys_that_servers_read() -> None:
+    late = replace(model_config_from_hf(VISION), residual_mode="ladder", ladder_layers=(1, 2))
+    written = hf_config(late, dtype="bfloat16")
+    assert written["model_type"] == "megatron_ladder" and model_config_from_hf(written) == late
+    keys = ["layer_types", "mamba_ssm_dtype", *(key for key in TEXT if key.startswith("linear_"))]
+    assert {key: written[key] for key in keys} == {key: TEXT[key] for key in keys}
+    absent = hf_config(model_config_from_hf(QWEN3), dtype="bfloat16", model_type="megatron_ladder").keys() & keys
+    assert not absent
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"residual_mode": "ladder", "ladder_layers": (1, 2), "linear_attention_layers": tuple(range(40))},
+            "--linear-attention-layers 0 1 ",
+        ),
+        (
+            {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2, "linear_num_key_heads": 1},
+            "a model of 2 lanes with 1 key heads of linear attention",
+        ),
+    ],
+)
+def test_models_for_which_transformers_has_no_cache_are_not_exported(changes: dict[str, Any], words: str) -> None:
+    (error,) = errors_of(hf_type, replace(model_config_from_hf(TEXT), **changes))
+    assert error.startswith(words) and error.endswith(": generate from the checkpoint instead")
