@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from scipy import stats
 from torch import Tensor
 
 from ladder_lab.bench.options import parse_benchmark
+from ladder_lab.bench.sizes import SIZES
 from ladder_lab.study import program, report, trials
 from ladder_lab.study.figures import holm, paired, power_law, trend
 from ladder_lab.study.options import GridOptions, Parsed, parse_study
-from ladder_lab.study.trials import Request, Trial, resolve_trial, trial_flags
+from ladder_lab.study.trials import Request, Trial, resolve_size, resolve_trial, trial_flags
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -54,6 +55,10 @@ def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
         ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
         ("--tokens-per-parameter 2 --iterations 5", "--tokens-per-parameter 2.0 and --iterations exclude each other"),
         ("--transfer-rates", "--transfer-rates: --sizes has 1, expected at least 3: add larger ones"),
+        (
+            "--wirings standard late-linear-attention",
+            "--wirings late-linear-attention: no layer of 4x32x64x4x2x300 would read late: leave it out",
+        ),
     ],
 )
 def test_errors_name_the_flag(words: str, error: str) -> None:
@@ -237,6 +242,36 @@ def test_a_trial_of_the_default_size_starts_from_scratch(tmp_path: Path) -> None
     (size,) = GridOptions().sizes
     flags = trial_flags(Request(tmp_path, {}, 1), Trial("tokens", size, "ladder", 1, 1e-3, 10))
     assert look_for_checkpoint(parse_run(flags)) is None
+
+
+@pytest.mark.parametrize("size", ["study-hybrid", "study-moe", "gpt-oss-20b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("wiring", ["standard", "hybrid", "ladder-attention"])
+def test_trials_train_the_model_of_their_size(size: str, wiring: str) -> None:
+    request = Request(Path("out"), {"seq_length": 64}, 1)
+    model = replace(SIZES[size], max_position_embeddings=64)
+    assert resolve_size(request, size) == model
+    assert resolve_trial(request, Trial("tokens", size, wiring, 1, 1e-3, 10)).model == NAMED_WIRINGS[wiring].of(
+        model, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("wiring", "flags", "late"),
+    [
+        ("late-linear-attention", "--linear-attention-freq 4", (0, 1, 2, 4)),
+        ("late-softmax-attention", "--linear-attention-freq 4", (3,)),
+        ("late-softmax-attention", "--linear-attention-layers 1-3", (0, 4)),
+    ],
+)
+def test_flags_of_trials_choose_the_late_layers(wiring: str, flags: str, late: tuple[int, ...]) -> None:
+    size = "5x32x64x4x2x128"
+    delta = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 1 --linear-num-value-heads 2"
+    words = f"--wirings standard {wiring} --tokens-per-parameter 4 -- {delta} --linear-key-head-dim 8 {flags}"
+    study = parsed(words, f"run --output-dir out --sizes {size}")
+    model = resolve_trial(study.request, Trial("tokens", size, wiring, 1, 1e-3, 10)).model
+    assert (model.residual_mode, model.ladder_layers) == ("ladder-attention", late)
+    parameters = sum(parameter.numel() for parameter in LanguageModel(model, ProcessMesh.single()).parameters())
+    assert study.iterations(size) == round(4 * parameters / 4096)
 
 
 def test_differences_over_sizes(stand: Stand) -> None:

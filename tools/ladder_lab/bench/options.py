@@ -118,7 +118,10 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
             shape = find_size(size)
             errors = tensor_parallel_errors(shape, options.tp)
             yield from (f"--tp {options.tp} does not divide --sizes {size}: {error}" for error in errors)
-            for wiring in [VARIANTS[name].wiring for name in options.wirings]:
+            for name in options.wirings:
+                wiring = VARIANTS[name].wiring
+                if wiring.lacks_layers(shape):
+                    yield f"--wirings {name}: no layer of {size} would read late: leave it out"
                 if wiring.mode in EXPERT_MODES:
                     yield from (f"--sizes {size}: {error}" for error in model_errors(wiring.of(shape, options.tp)))
         except ValueError as error:

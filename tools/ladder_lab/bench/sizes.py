@@ -69,6 +69,20 @@ def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) 
     }
 
 
+def _gated_delta(layers: int, heads: int, width: int) -> dict[str, Any]:
+    """Return gated DeltaNet in three of four layers, with so many key heads and twice as many value heads."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_layers": tuple(layer for layer in range(layers) if (layer + 1) % 4),
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": 2 * heads,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+    }
+
+
 SIZES: dict[str, ModelConfig] = {
     "small": _shape("8x1024x1408x16x16x4096"),
     "small-llama": _shape("8x1024x2816x16x4x4096"),
@@ -77,6 +91,8 @@ SIZES: dict[str, ModelConfig] = {
     "small-moe-train": _shape("6x512x704x8x8x2048", **_experts(8, 2, 256, range(6), 192)),
     "study-moe-smaller": _shape("8x24x48x2x2x512", **_experts(16, 2, 24, range(8), 24)),
     "study-moe": _shape("8x48x96x2x2x512", **_experts(16, 2, 48, range(8), 48)),
+    "study-hybrid-smaller": _shape("8x16x48x2x2x512", **_gated_delta(8, 1, 16)),
+    "study-hybrid": _shape("8x24x72x2x2x512", **_gated_delta(8, 1, 24)),
     "paper-1.2b": _shape("40x1536x4096x24x24x49152"),
     "paper-1.5b": _shape("52x1536x4096x24x24x49152"),
     "paper-3.5b": _shape("40x2304x9216x36x36x49152"),
@@ -141,7 +157,7 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores; small-moe*: so do attention and the
-experts that a token uses. study-moe*: for docs/studies.md. small-llama: the MLP costs twice as much,
+experts that a token uses. study-*: for docs/studies.md. small-llama: the MLP costs twice as much,
 as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders, with
 the 52 layers of 1.55b and 3.9bh in the authors' inference program (github.com/mayank31398/ladder-residual-inference,
 gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32 heads of 72 instead of the 36 of 64 that the

@@ -11,12 +11,20 @@ from typing import Any
 
 from ladder_lab.bench.options import parse_alpha
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
-from ladder_lab.study.trials import STANDARD, TUNING_SEED, Request, Trial, resolve_trial, training_flag_errors
+from ladder_lab.study.trials import (
+    STANDARD,
+    TUNING_SEED,
+    Request,
+    Trial,
+    resolve_size,
+    resolve_trial,
+    training_flag_errors,
+)
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import active_parameters
 from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import ErrorCollector, Problem, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag, flag_name
 
 OWN_LINK = "own"
@@ -71,6 +79,8 @@ class GridOptions:
 
     wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=NAMED_WIRINGS)
     """Wirings to compare; further ones can be added later. hybrid is ladder in the upper half of the layers.
+    late-linear-attention and late-softmax-attention are ladder-attention in the layers with the one or the other, of
+    models that have both.
     own-partials-N is ladder of staleness N in which every rank is a lane (--lanes); like desync-2x and desync-4x it
     runs on two tensor-parallel ranks, and so takes two of --jobs."""
     timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
@@ -120,7 +130,7 @@ class Parsed:
         training = self.training
         if training.tokens_per_parameter is None:
             return training.iterations
-        tokens = training.tokens_per_parameter * active_parameters(find_size(size))
+        tokens = training.tokens_per_parameter * active_parameters(resolve_size(self.request, size))
         return max(1, round(tokens / (training.global_batch_size * training.seq_length)))
 
 
@@ -150,6 +160,8 @@ def parse_study(argv: Sequence[str]) -> Parsed | ReportOptions:
     trainer_errors = ErrorCollector()
     for size, wiring in itertools.product(parsed.grid.sizes, parsed.grid.wirings):
         with trainer_errors.collect():
+            if NAMED_WIRINGS[wiring].lacks_layers(resolve_size(request, size)):
+                raise UserError(f"--wirings {wiring}: no layer of {size} would read late: leave it out")
             steps = parsed.iterations(size)
             resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), steps))
     trainer_errors.raise_if_any()

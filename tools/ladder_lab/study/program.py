@@ -34,6 +34,7 @@ from ladder_lab.study.trials import (
     common_flags,
     last_lines,
     read_training_flags,
+    resolve_size,
     transferred_rate,
 )
 from megatron_ladder.blueprint.tensors import active_parameters
@@ -151,8 +152,8 @@ class _Study:
 
     def _facts(self, size: str) -> dict[str, int]:
         iterations = self.parsed.iterations(size)
-        shape = find_size(size)
-        return {"parameters": active_parameters(shape), "width": shape.hidden_size, "iterations": iterations}
+        model = resolve_size(self.parsed.request, size)
+        return {"parameters": active_parameters(model), "width": model.hidden_size, "iterations": iterations}
 
     def tune(self) -> None:
         """Choose the learning rates of the models that have none."""

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.command_line import flag_words
@@ -57,7 +58,8 @@ _DENSE_FIELDS = tuple(
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size".split()
 )
 _EXPERT_FIELDS = ("num_experts", *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")))
-_PLACEHOLDERS = ("--train-iters", "2", "--lr", "1", "--num-experts", "2")
+_REQUIRED = ("--train-iters", "2", "--lr", "1")
+_PLACEHOLDERS = (*_REQUIRED, "--num-experts", "2")
 _STUDY_FIELDS = (
     *"save load save_interval train_iters seed lr min_lr lr_warmup_iters eval_interval log_interval".split(),
     *("residual_mode", *WIRING_FIELDS, "tie_embeddings"),
@@ -133,6 +135,27 @@ def common_flags(request: Request) -> tuple[str, ...]:
     return (*flag_words(request.common), *schedule, *request.training_flags)
 
 
+def _size_flags(size: str) -> list[str]:
+    shape = vars(find_size(size).to_flags())
+    changed = {name: value for name, value in shape.items() if value != getattr(ModelFlags, name)}
+    # With --load, the trainer requires the sizes. Its models have as many positions as a sample.
+    sizes = {name: shape[name] for name in _DENSE_FIELDS}
+    return flag_words(sizes | changed | {"max_position_embeddings": None})
+
+
+def resolve_size(request: Request, size: str) -> ModelConfig:
+    """Return the standard model of a size as the trainer resolves it with the flags after --.
+
+    Raises UserError with one message per invalid value.
+    """
+    settings = parse_run([*_REQUIRED, *_size_flags(size), *common_flags(request)])
+    return resolve_run(settings, find_size(size).vocab_size, _processes(settings.values)).model
+
+
+def _processes(values: Mapping[str, Any]) -> int:
+    return values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+
+
 def trial_flags(request: Request, trial: Trial) -> list[str]:
     """Return the trainer's flags of a trial that starts from scratch, or resumes."""
     rate = trial.learning_rate
@@ -151,17 +174,12 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
         "save": checkpoints,
         "load": checkpoints,
     }
-    shape = find_size(trial.size)
-    shape_flags = vars(shape.to_flags())
-    dense = {name: shape_flags[name] for name in _DENSE_FIELDS}
-    experts = {name: shape_flags[name] for name in _EXPERT_FIELDS if shape_flags[name] != getattr(ModelFlags, name)}
     wiring = NAMED_WIRINGS[trial.wiring]
     tensor_parallel = read_training_flags(request.training_flags)["tensor_model_parallel_size"]
     ranks = max(tensor_parallel, wiring.fewest_ranks)
     return [
-        *flag_words(dense | experts),
-        *(["--tie-embeddings"] if shape.tie_embeddings else []),
-        *wiring.flags(shape.num_layers, ranks),
+        *_size_flags(trial.size),
+        *wiring.flags(resolve_size(request, trial.size), ranks),
         *flag_words(schedule),
         *request.data_flags,
         *(["--tensor-model-parallel-size", str(ranks)] if tensor_parallel < ranks else []),
@@ -179,8 +197,7 @@ def transferred_rate(rate: float, source: str, target: str) -> float:
 def resolve_trial(request: Request, trial: Trial) -> RunConfig:
     """Resolve a trial as the trainer will; raises UserError with one message per invalid value."""
     settings = parse_run(trial_flags(request, trial))
-    processes = settings.values["tensor_model_parallel_size"] * settings.values["pipeline_model_parallel_size"]
-    return resolve_run(settings, find_size(trial.size).vocab_size, processes)
+    return resolve_run(settings, find_size(trial.size).vocab_size, _processes(settings.values))
 
 
 def training_command(request: Request, flags: Sequence[str], ranks: int) -> list[str]:
