@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import Wiring
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.convert.options import MeasuredOptions, SensitivityOptions
-from megatron_ladder.convert.wiring import Price, Sensitivity, late_model, write_sensitivity
+from megatron_ladder.convert.wiring import Price, Sensitivity, SubBlockPrices, late_model, write_sensitivity
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
@@ -150,10 +151,12 @@ class _Passes:
         """Labels of each row."""
 
     @torch.inference_mode()
-    def losses(self, late: Iterable[int]) -> Losses:
-        """Return the losses of the model when only these layers read late; a collective."""
+    def losses(self, late: Iterable[int], wiring: Wiring | None = None) -> Losses:
+        """Return the losses when only these layers read late, by default in the target's wiring; a collective."""
         model = self._engine.model
-        model.stack.rewire(replace(self._target, ladder_layers=tuple(sorted(late))).wired_layers)
+        target = self._target
+        wiring = wiring or target.wiring
+        model.stack.rewire(wiring.layers(target.layer_kinds, sorted(late), target.residual_staleness, 0))
         of_batches = []
         for batch in self._batches:
             hidden_states = run_model(model, batch)
@@ -187,11 +190,13 @@ class _Passes:
 def _measure(
     engine: GenerationEngine, target: ModelConfig, batches: Sequence[MicroBatch], options: SensitivityOptions
 ) -> Sensitivity:
-    """Measure every layer alone, the greedy order, and the upper layers; every rank must call it."""
+    """Measure every layer alone, the greedy order, the upper layers, and kinds of sub-blocks; a collective."""
     layers = target.num_layers
     greedy = min(options.greedy_layers or layers, layers)
     passes = _Passes(engine, target, batches)
+    kinds = _late_kinds(target)
     total = 1 + sum(layers - chosen for chosen in range(greedy)) + greedy
+    total += sum(len(with_kind) + 1 for _, with_kind in kinds.values())
     is_first = engine.group.rank == 0
     with ProgressBar("sensitivity", total, "pass") if is_first else nullcontext() as passes.bar:
         base = passes.losses(())
@@ -212,6 +217,7 @@ def _measure(
                 lead = passes.price(tried[others[0]], tried[best])
                 unclear += int(lead.increase < lead.standard_error)
         upper = [passes.price(passes.losses(range(layers - count, layers)), base) for count in range(1, greedy + 1)]
+        sub_blocks = tuple(_measure_kind(passes, name, *kind, base) for name, kind in kinds.items())
     if unclear and is_first:
         print(
             f"*** {unclear} of {greedy} layers were chosen by less than one standard error over the next best: "
@@ -232,14 +238,39 @@ def _measure(
         greedy_layers=greedy,
         cheapest=tuple(cheapest),
         upper=tuple(upper),
+        sub_blocks=sub_blocks,
     )
 
 
+def _measure_kind(passes: _Passes, name: str, wiring: Wiring, layers: Sequence[int], base: Losses) -> SubBlockPrices:
+    alone = tuple(passes.price(passes.losses([layer], wiring), base) for layer in layers)
+    return SubBlockPrices(name, tuple(layers), alone, passes.price(passes.losses(layers, wiring), base))
+
+
+def _late_kinds(target: ModelConfig) -> dict[str, tuple[Wiring, list[int]]]:
+    """Return, by kind, the wiring in which only sub-blocks of this kind read late, and the layers that have them.
+
+    The kinds are the token mixers and the other sub-blocks. A model with a single mixer has none.
+    """
+    mixers = [target.mixer_of(layer).name for layer in range(target.num_layers)]
+    if len({*mixers}) == 1:
+        return {}
+    late = target.wiring.late
+    sub_blocks = [(kind, layer) for layer, kinds in enumerate(target.layer_kinds) for kind in kinds if kind in late]
+    found: dict[str, tuple[Wiring, list[int]]] = {}
+    for kind, layer in sorted(sub_blocks, key=lambda sub_block: not sub_block[0].has_mixer):
+        name = mixers[layer] if kind.has_mixer else kind.value
+        alike = [other for other in late if other is kind or (kind.has_mixer and other.has_mixer)]
+        only = replace(target.wiring, late={other: late[other] for other in alike})
+        found.setdefault(name, (only, []))[1].append(layer)
+    return found
+
+
 def _report(sensitivity: Sensitivity) -> str:
-    """Return a table of the layers in their order."""
+    """Return a table of the layers in their order, and one of the kinds of sub-blocks if they were measured."""
 
     def cell(prices: Sequence[Price], index: int) -> str:
-        return f"{prices[index].increase:+.4f} ± {prices[index].standard_error:.4f}" if index < len(prices) else ""
+        return _cell(prices[index]) if index < len(prices) else ""
 
     staleness = f", {sensitivity.residual_staleness} sub-blocks late" if sensitivity.residual_staleness != 1 else ""
     lines = [
@@ -253,4 +284,27 @@ def _report(sensitivity: Sensitivity) -> str:
     for index, layer in enumerate(sensitivity.order):
         together = f"{cell(sensitivity.cheapest, index)} | {cell(sensitivity.upper, index)}"
         lines.append(f"| {index + 1} | {layer} | {cell(sensitivity.layers, layer)} | {together} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_kinds_report(sensitivity)])
+
+
+def _kinds_report(sensitivity: Sensitivity) -> list[str]:
+    """Return a table with a column for each kind of sub-block."""
+    kinds = sensitivity.sub_blocks
+    if not kinds:
+        return []
+    alone = [dict(zip(kind.layers, kind.alone, strict=True)) for kind in kinds]
+    rows: dict[str, list[Price | None]] = {
+        str(layer): [prices.get(layer) for prices in alone] for layer in range(sensitivity.num_layers)
+    }
+    rows["all"] = [kind.together for kind in kinds]
+    rows["all, per layer"] = [Price(*(value / len(kind.layers) for value in kind.together)) for kind in kinds]
+    return [
+        "\nThe same when only sub-blocks of one kind read late: in one layer, and in all.\n",
+        f"| layer | {' | '.join(kind.kind for kind in kinds)} |",
+        f"| ---: |{' ---: |' * len(kinds)}",
+        *(f"| {name} | {' | '.join(map(_cell, prices))} |" for name, prices in rows.items()),
+    ]
+
+
+def _cell(price: Price | None) -> str:
+    return "" if price is None else f"{price.increase:+.4f} ± {price.standard_error:.4f}"

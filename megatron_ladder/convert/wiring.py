@@ -34,6 +34,22 @@ class Price(NamedTuple):
     standard_error: float
 
 
+class SubBlockPrices(msgspec.Struct, frozen=True):
+    """The increases of the loss when sub-blocks of one kind alone read late.
+
+    Attributes:
+        kind: the token mixer, or another kind of sub-block.
+        layers: the layers that have it.
+        alone: for each of them, the price when only its sub-block reads late.
+        together: the price when all of them read late.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    alone: tuple[Price, ...]
+    together: Price
+
+
 class Sensitivity(msgspec.Struct, frozen=True):
     """The increases of a model's loss, without training, when some of its layers read late.
 
@@ -50,6 +66,7 @@ class Sensitivity(msgspec.Struct, frozen=True):
             before it. The others follow by the last of these measurements.
         cheapest: for each n from 1 to `greedy_layers`, the price of the first n layers of `order`.
         upper: the same for the upper n layers.
+        sub_blocks: of a model with several token mixers, the prices of each of them, and of the other sub-blocks.
     """
 
     model: str
@@ -64,6 +81,7 @@ class Sensitivity(msgspec.Struct, frozen=True):
     greedy_layers: int
     cheapest: tuple[Price, ...]
     upper: tuple[Price, ...]
+    sub_blocks: tuple[SubBlockPrices, ...] = ()
 
 
 def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.tokens import write_documents
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import convert
-from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import DELTA, WINDOWS, reference_of, tiny_config, write_checkpoint
 
 LENGTH, ROWS, LAYERS = 8, 5, 4
 CASES: dict[str, tuple[dict[str, Any], list[object], dict[str, Any]]] = {
@@ -61,12 +61,10 @@ def measure(folder: Path, changes: dict[str, Any], *words: object) -> tuple[dict
     return json.loads(output.read_text()), tokens
 
 
-def losses_of(
-    changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int], late: Iterable[int]
-) -> list[float]:
+def losses_of(changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int]) -> list[float]:
     """Return the loss of each row, from the plain model in fp64; rows begin at 0, 16, 40, 64, 88."""
     reference = reference_of(tiny_config(num_layers=LAYERS, **changes))[1]
-    changed = replace(reference, **wiring, ladder_layers=tuple(sorted(late)))
+    changed = replace(reference, **wiring)
     weights = make_weights(reference, 3, torch.float64)
     rows = [torch.tensor(tokens[begin : begin + LENGTH + 1]) for begin in (0, 16, 40, 64, 88)]
     return [F.cross_entropy(reference_logits(weights, changed, row[None, :-1])[0], row[1:]).item() for row in rows]
@@ -79,7 +77,7 @@ def price(losses: Sequence[float], base: Sequence[float]) -> list[float]:
 
 def check(found: dict[str, Any], changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int]) -> None:
     def losses(late: Iterable[int]) -> list[float]:
-        return losses_of(changes, wiring, tokens, late)
+        return losses_of(changes, {**wiring, "ladder_layers": tuple(sorted(late))}, tokens)
 
     base, order = losses(()), list[int]()
     while len(order) < LAYERS:
@@ -113,6 +111,56 @@ def test_prices_and_order_are_those_of_a_plain_loop(
     alone, cheapest, upper = (found["layers"][found["order"][1]], found["cheapest"][1], found["upper"][1])
     cells = " | ".join(f"{increase:+.4f} ± {error:.4f}" for increase, error in (alone, cheapest, upper))
     assert f"\n| 2 | {found['order'][1]} | {cells} |\n" in report
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "places", "kinds"),
+    [
+        (DELTA, (), 2, {"gated DeltaNet": (0, 0, 2), "attention": (0, 1, 3), "mlp": (1, 0, 1, 2, 3)}),
+        (
+            WINDOWS,
+            ("--residual-staleness", 2),
+            2,
+            {"attention to 4 positions": (0, 0, 2), "attention": (0, 1, 3), "mlp": (1, 0, 1, 2, 3)},
+        ),
+        (DELTA, ("--residual-mode", "ladder-attention"), 2, {"gated DeltaNet": (0, 0, 2), "attention": (0, 1, 3)}),
+        (
+            DELTA | {"residual_mode": "parallel"},
+            (),
+            1,
+            {"gated DeltaNet": (0, 0, 2), "attention": (0, 1, 3)},
+        ),
+    ],
+)
+def test_sub_blocks_of_hybrids_are_priced_by_kind(
+    changes: dict[str, Any],
+    words: tuple[object, ...],
+    places: int,
+    kinds: dict[str, tuple[int, ...]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each kind has a place in its layers. Whatever is between two late sub-blocks has seen everything."""
+    found, tokens = measure(tmp_path, changes, *words)
+
+    def losses(late: Sequence[int], place: int) -> list[float]:
+        missing = [(1,) if number in {places * layer + place for layer in late} else () for number in range(places * 4)]
+        return losses_of(changes, {"missing": tuple(missing)}, tokens)
+
+    base = losses((), 0)
+    assert [one["kind"] for one in found["sub_blocks"]] == list(kinds)
+    for one in found["sub_blocks"]:
+        place, *layers = kinds[one["kind"]]
+        assert one["layers"] == layers
+        expected = [price(losses([layer], place), base) for layer in layers]
+        np.testing.assert_allclose(one["alone"], expected, atol=1e-5)
+        np.testing.assert_allclose(one["together"], price(losses(layers, place), base), atol=1e-5)
+        assert len({round(increase, 4) for increase, _ in expected}) == len(layers)
+    printed = capsys.readouterr().out
+    first = found["sub_blocks"][0]
+    increase, error = first["together"]
+    assert f"| layer | {' | '.join(kinds)} |\n" in printed
+    assert f"\n| all, per layer | {increase / 2:+.4f} ± {error / 2:.4f} | " in printed
 
 
 @pytest.mark.long
