@@ -15,8 +15,8 @@ A chunk computes its tokens together. G_ti is the sum of the g after token i up 
     d_t + beta_t sum over i < t of e^G_ti (k_t k_i) d_i  =  beta_t v_t - beta_t e^G_t S^T k_t
     o_t  =  e^G_t S^T q_t + sum over i <= t of e^G_ti (q_t k_i) d_i
 
-So a triangular solve for both terms on the right gives D = U - W S of all chunks at once, and only products with S run
-from chunk to chunk. Where a document begins, e^G across its beginning is 0:
+So the inverse of a triangular matrix gives D = U - W S of all chunks at once, and only products with S run from chunk to
+chunk. Where a document begins, e^G across its beginning is 0:
 
     documents a a a b b      e^G_ti   1 . . . .      before b: no S
                                       x 1 . . .      the S after the chunk has no part of a
@@ -241,22 +241,23 @@ def _delta_chunks(
     v = F.pad(operands.v, (0, 0, 0, padding)).view(batch, key_heads, -1, chunks, CHUNK, operands.v.shape[3])
     log_decay, beta = (F.pad(x, (0, padding)).view(*v.shape[:3], chunks, CHUNK) for x in operands[3:])
     mixed, entering, leaving = _decays(log_decay, None if age is None else _visible(age, padding))
-    beta = beta.unsqueeze(-1)
+    triangle = (beta.unsqueeze(-1) * mixed * (k @ k.mT)).tril(-1)
+    identity = torch.eye(CHUNK, dtype=v.dtype, device=v.device)
+    inverse = torch.linalg.solve_triangular(triangle, identity, upper=False, unitriangular=True) * beta.unsqueeze(-2)
     # What each token adds, as a function of the matrices before the chunk.
-    triangle = (beta * mixed * (k @ k.mT)).tril(-1)
-    sides = torch.cat((beta * v, beta * entering * k), dim=-1)
-    solved = torch.linalg.solve_triangular(triangle, sides, upper=False, unitriangular=True)
-    added, read = solved.split((v.shape[-1], key_dim), dim=-1)
+    added, read = inverse @ v, (inverse * entering.mT) @ k
     scores = mixed * (q @ k.mT)
     queries, keys = entering * q, (leaving * k).mT
     if memory is None:
         memory = v.new_zeros(*operands.v.shape[:2], key_dim, v.shape[-1])
     matrix = memory.view(batch, key_heads, -1, key_dim, v.shape[-1])
     outputs = []
-    for chunk in range(chunks):
-        change = added[:, :, :, chunk] - read[:, :, :, chunk] @ matrix
-        outputs.append(queries[:, :, :, chunk] @ matrix + scores[:, :, :, chunk] @ change)
-        matrix = entering[:, :, :, chunk, -1:] * matrix + keys[:, :, :, chunk] @ change
+    # Slices one by one would each have a gradient as large as the whole.
+    parts = (x.unbind(3) for x in (added, read, scores, queries, keys, entering[..., -1:, :]))
+    for of_added, of_read, of_scores, of_queries, of_keys, decay in zip(*parts, strict=True):
+        change = of_added - of_read @ matrix
+        outputs.append(of_queries @ matrix + of_scores @ change)
+        matrix = decay * matrix + of_keys @ change
     joined = torch.stack(outputs, dim=3).flatten(3, 4).flatten(1, 2)
     return joined[:, :, :length], matrix.flatten(1, 2)
 
