@@ -15,8 +15,8 @@ A chunk computes its tokens together. G_ti is the sum of the g after token i up 
     d_t + beta_t sum over i < t of e^G_ti (k_t k_i) d_i  =  beta_t v_t - beta_t e^G_t S^T k_t
     o_t  =  e^G_t S^T q_t + sum over i <= t of e^G_ti (q_t k_i) d_i
 
-So the inverse of a triangular matrix gives D = U - W S of all chunks at once, and only products with S run from chunk to
-chunk. Where a document begins, e^G across its beginning is 0:
+So the inverse of a triangular matrix gives D = U - W S of all chunks at once, and only products with S run from chunk
+to chunk. Where a document begins, e^G across its beginning is 0:
 
     documents a a a b b      e^G_ti   1 . . . .      before b: no S
                                       x 1 . . .      the S after the chunk has no part of a

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladder_lab.bench.sizes import SIZES as SHAPES
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -186,12 +187,33 @@ VISION = {
     "tie_word_embeddings": False,
 }
 """Qwen3.6-35B-A3B."""
+DENSE = {key: value for key, value in TEXT.items() if "expert" not in key and not key.startswith("moe_")} | {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "linear_num_value_heads": 48,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+}
+"""Qwen3.5-27B."""
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 12, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
 
 
-@pytest.mark.parametrize(("config", "kind"), [(NEXT, "qwen3_next"), (VISION, "qwen3_5_moe_text")])
-def test_published_models_are_read_and_written(config: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "kind", "shape"),
+    [
+        (NEXT, "qwen3_next", "qwen3-next-80b"),
+        (VISION, "qwen3_5_moe_text", "qwen3.6-35b-a3b"),
+        (DENSE, "qwen3_5_text", "qwen3.5-27b"),
+    ],
+)
+def test_published_models_are_read_and_written(config: dict[str, Any], kind: str, shape: str) -> None:
     model = model_config_from_hf(config)
+    named = SHAPES[shape]
+    lengths = {"max_position_embeddings": named.max_position_embeddings, "rotary_base": 1e4, "norm_epsilon": 1e-5}
+    assert replace(model, **lengths) == named
     text = config.get("text_config", config)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text))
@@ -203,9 +225,10 @@ def test_published_models_are_read_and_written(config: dict[str, Any], kind: str
     completed = AutoConfig.for_model(**written)
     assert completed.layer_types == theirs.config.layer_types
     assert model.linear_attention_layers == tuple(n for n in range(model.num_layers) if n % 4 != 3)
-    assert (model.rotary_percent, model.rotary_base, model.num_key_value_heads) == (0.25, 1e7, 2)
+    key_heads = text["num_key_value_heads"]
+    assert (model.rotary_percent, model.rotary_base, model.num_key_value_heads) == (0.25, 1e7, key_heads)
     # From scratch, the newer type.
-    assert hf_type(model) == "qwen3_5_moe_text"
+    assert hf_type(model) == kind.replace("qwen3_next", "qwen3_5_moe_text")
 
 
 @pytest.mark.parametrize(

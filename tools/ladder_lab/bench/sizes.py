@@ -57,6 +57,22 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
     )
 
 
+def _qwen_hybrid(sizes: str, value_heads: int, **more: Any) -> ModelConfig:
+    layers = int(sizes.split("x")[0])
+    return _shape(
+        sizes,
+        head_dim=256,
+        rotary_percent=0.25,
+        qk_layernorm=True,
+        apply_layernorm_1p=True,
+        attention_output_gate=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_layers=tuple(layer for layer in range(layers) if (layer + 1) % 4),
+        linear_num_value_heads=value_heads,
+        **more,
+    )
+
+
 def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) -> dict[str, Any]:
     return {
         "kv_lora_rank": 512,
@@ -153,6 +169,13 @@ SIZES: dict[str, ModelConfig] = {
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3.5-27b": _qwen_hybrid("64x5120x17408x24x4x248320", 48),
+    "qwen3.6-35b-a3b": _qwen_hybrid(
+        "40x2048x512x16x2x248320", 32, **_experts(256, 8, 512, range(40), 512, moe_shared_expert_gate=True)
+    ),
+    "qwen3-next-80b": _qwen_hybrid(
+        "48x2048x5120x16x2x151936", 32, **_experts(512, 10, 512, range(48), 512, moe_shared_expert_gate=True)
+    ),
     "bloom-176b": _shape("70x14336x50176x112x112x250880"),
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
@@ -166,7 +189,9 @@ bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' sourc
 is CodeLlama, and those with a 2. instella-moe, deepseek-*, glm-*: `config.json` of amd/Instella-MoE-16B-A3B-Think,
 deepseek-ai/DeepSeek-V2-Lite, deepseek-ai/DeepSeek-V3, zai-org/GLM-4.5-Air, GLM-4.6 and GLM-4.7-Flash, without the layer
 that predicts a further token. hy3: that of tencent/Hy3, without such a layer. gpt-oss-*: those of openai/gpt-oss-20b
-and openai/gpt-oss-120b, without YaRN."""
+and openai/gpt-oss-120b, without YaRN. qwen3.5-27b (also 3.6), qwen3.6-35b-a3b (also 3.5), qwen3-next-80b: the language
+models of Qwen/Qwen3.5-27B, Qwen/Qwen3.6-35B-A3B and Qwen/Qwen3-Next-80B-A3B-Instruct, without the layer that predicts a
+further token."""
 
 
 def find_size(text: str) -> ModelConfig:

@@ -9,8 +9,8 @@ assumed, so that no launch is visible. Attention is one of
                 query heads share them, and in prefill moves its scores through memory `SCORE_PASSES` times
 
 A sub-block of a decode step reads its matrices and the states of its mixer, or computes its products if that takes
-longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
-constants of kernels are those of an H100 and are assumed to hold for all GPUs.
+longer, and has kernels that cost the same whatever its size. States of fixed size are also written. The rates scale
+with a GPU's memory and peak; the constants of kernels are those of an H100 and are assumed to hold for all GPUs.
 
 With latent attention, a decode step multiplies the queries and the outputs of the heads by the matrix that expands
 latents. This takes as many products as expanding the latent of one token. Scores are products with whole latents.
@@ -26,7 +26,7 @@ from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
-from megatron_ladder.blueprint.mixers.mixer import Mixer
+from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind
 from megatron_ladder.blueprint.model import ModelConfig, state_bytes
 from megatron_ladder.blueprint.specs import Branch, Role
 from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors
@@ -187,10 +187,18 @@ def _read_rate(request: InferenceRequest) -> float:
 
 
 def _state_bytes(request: InferenceRequest, mixer: Mixer, positions: float) -> float:
-    """Return the bytes of a mixer's states of one sequence on one rank, with a copy for each query head if expanded."""
+    """Return the bytes of a mixer's states that a decode step of one sequence moves on one rank.
+
+    If expanded, there is a copy for each query head.
+    """
     model = request.model
     copies = model.num_attention_heads / max(model.num_key_value_heads, request.ranks) if request.expands(mixer) else 1
-    return copies * sum(spec.bytes(positions, BYTES) for spec in mixer.states(request.ranks))
+    # Of the others, one entry is written.
+    moved = (
+        spec.bytes(positions, BYTES) * (2 if spec.kind is StateKind.FIXED else 1)
+        for spec in mixer.states(request.ranks)
+    )
+    return copies * sum(moved)
 
 
 def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_blocks: int, positions: float) -> float:

@@ -95,6 +95,24 @@ def test_a_step_reads_whole_latents_and_the_matrices_that_make_them(ranks: int, 
     assert slow - fast == pytest.approx(expected / 2)
 
 
+@pytest.mark.parametrize(("ranks", "key_heads"), [(1, 16), (4, 4), (32, 1)])
+def test_a_step_reads_and_writes_states_of_fixed_size(ranks: int, key_heads: int) -> None:
+    """Qwen3.6-35B-A3B: 10 layers have keys and values, and 30 the inputs of convolutions, and matrices in fp32."""
+    hybrid = replace(REQUEST, model=SIZES["qwen3.6-35b-a3b"], ranks=ranks, batch=3)
+    value_heads = 32 // ranks
+    inputs, matrices = 3 * (2 * key_heads + value_heads) * 128, value_heads * 128 * 128
+    fixed = 30 * (2 * inputs + 4 * matrices)
+    for prompt in (799, 99_799):
+        request = replace(hybrid, prompt=prompt)
+        keys_and_values = 10 * 2 * max(1, 2 // ranks) * 256 * 2
+        assert inference_memory(request).cache == 3 * (fixed + (prompt + 201) * keys_and_values)
+    for gpu in (H100.gpu, replace(H100.gpu, memory_bytes_per_second=6.7e12)):
+        narrow = replace(hybrid, reduce_factor=0.0, machine=replace(H100, gpu=gpu))
+        wide = replace(narrow, model=replace(narrow.model, linear_conv_kernel_dim=1004))
+        more = 30 * 2 * 1000 * (2 * key_heads + value_heads) * 128
+        assert step(wide) - step(narrow) == pytest.approx(3 * 2 * more / gpu.memory_bytes_per_second)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_scores_of_whole_latents_are_computed_where_that_takes_longer(ranks: int) -> None:
     """All heads of a rank multiply their queries with 512 + 64 elements of every position, and weights with 512."""
