@@ -1,6 +1,8 @@
 """Logits, loss and gradients of imported models in many layouts, compared with transformers' on one process."""
 
 import itertools
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +17,16 @@ from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.hugging_face import hf_name
+from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces, gradient_pieces, mesh_of, run_chain
+from tests.reference import ReferenceConfig, reference_gradients, reference_logits
 from tests.unit.convert import test_gpt_oss, test_hybrid_types, test_latent_types, test_routed_types, test_window_types
 from tests.unit.convert.saved_models import save_model
 
 GPT_OSS = {name: ("gpt_oss", test_gpt_oss.CASES[name]) for name in ("alternating windows", "tied")}
 CASES = test_latent_types.CASES | test_routed_types.CASES | test_window_types.CASES | GPT_OSS | test_hybrid_types.CASES
-TOLERANCE, OF_HYBRIDS = 1e-5, 1e-4
+TOLERANCE, OF_HYBRIDS, EXACT = 1e-5, 5e-5, 1e-10
 """In fp32, transformers' own forms of the delta rule are 2e-5 apart."""
 WITH_STAGES: tuple[str, ...] = (
     "hy_v3",
@@ -52,13 +56,16 @@ class Layout(NamedTuple):
         return f"tp{self.ranks}{'-sp' if self.is_sharded else ''}{f'-pp{len(self.cuts) + 1}' if self.cuts else ''}"
 
 
-def on_ranks(hf: str, layout: Layout, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float, Pieces]:
+def on_ranks(
+    hf: str, layout: Layout, tokens: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, float, Pieces]:
     """Return this rank's columns of the logits [s, b, V/t], the mean loss, and this rank's gradients of it."""
     directory = open_hf_directory(Path(hf))
     model = directory.model
     mesh = replace(mesh_of(layout.ranks, head_replicas(model, layout.ranks)), sequence_parallel=layout.is_sharded)
     bounds = itertools.pairwise((0, *layout.cuts, model.num_layers))
-    whole, *stages = [LanguageModel(model, mesh, chunks=[range(*bound)]) for bound in ((0, model.num_layers), *bounds)]
+    parts = ((0, model.num_layers), *bounds)
+    whole, *stages = [LanguageModel(model, mesh, chunks=[range(*bound)], dtype=dtype) for bound in parts]
     for part in (whole, *stages):
         load_weights(part, directory)
     with torch.no_grad():
@@ -137,6 +144,45 @@ def cases() -> list[Any]:
     return found
 
 
+def save_scaled(path: Path, kind: str, decay: float = 0.15, **changes: Any) -> Any:
+    """Save a random model, whose states of linear attention keep about e^-`decay` of themselves at each token."""
+    model = save_model(path, kind, **changes)
+    with torch.no_grad():
+        # Scores near zero would leave the gradients of queries to rounding; so would large biases.
+        factors = {1: 0.5, 2: 1.5} if kind == "gpt_oss" else {2: 3.0}
+        for part, weight in model.named_parameters():
+            weight *= factors.get(weight.dim(), 1.0) if ".self_attn." in part else 1.0
+            # The mean is 1.
+            weight += math.log(decay) - 1 if part.endswith("A_log") else 0.0
+    model.save_pretrained(path)
+    return model
+
+
+def passes(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """Return the logits and the mean loss of a model of transformers, which then has the gradients."""
+    model.zero_grad()
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    return logits.detach(), loss.item()
+
+
+def joined(outcomes: list[tuple[Tensor, float, Pieces]]) -> Tensor:
+    """Return the logits [b, s, V] of all ranks."""
+    return torch.cat([logits for logits, *_ in outcomes], dim=-1)[..., :301].transpose(0, 1)
+
+
+def plain(hf: Path, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return logits, mean loss and gradients by the plain model in fp64, token by token."""
+    directory = open_hf_directory(hf)
+    config = ReferenceConfig.like(directory.model)
+    weights = {spec.name: directory.tensors[spec.name].whole().double() for spec in model_tensors(directory.model)}
+    count = labels.numel()
+    with torch.no_grad():
+        logits = reference_logits(weights, config, tokens)
+    return logits, *reference_gradients(weights, config, tokens, labels, torch.ones(labels.shape), count, count)
+
+
 @pytest.mark.parametrize(("name", "layout"), cases())
 def test_logits_and_gradients_are_those_of_transformers(
     gloo_pools: GlooPools, tmp_path: Path, name: str, layout: Layout
@@ -145,26 +191,62 @@ def test_logits_and_gradients_are_those_of_transformers(
     ranks = layout.ranks
     if changes.get("num_attention_heads") == 3 and ranks in (2, 4):
         changes = changes | FOUR_HEADS
-    theirs = save_model(tmp_path / "hf", kind, **changes)
-    with torch.no_grad():
-        # Scores near zero would leave the gradients of queries to rounding; so would large biases.
-        factors = {1: 0.5, 2: 1.5} if kind == "gpt_oss" else {2: 3.0}
-        for part, weight in theirs.named_parameters():
-            weight *= factors.get(weight.dim(), 1.0) if ".self_attn." in part else 1.0
-            # So would states of linear attention that decay at once.
-            weight -= 3.0 if part.endswith("A_log") else 0.0
-    theirs.save_pretrained(tmp_path / "hf")
+    theirs = save_scaled(tmp_path / "hf", kind, **changes)
     # Longer than the original positions of YaRN.
     tokens, labels = torch.randint(0, 301, (2, 2, 48), generator=torch.Generator().manual_seed(3))
-    expected = theirs(tokens).logits
-    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
-    expected_loss.backward()
+    expected, expected_loss = passes(theirs, tokens, labels)
     outcomes = gloo_pools(ranks).run(on_ranks, str(tmp_path / "hf"), layout, tokens, labels)
-    found = torch.cat([logits for logits, *_ in outcomes], dim=-1)[..., :301].transpose(0, 1)
+    found = joined(outcomes)
     tolerance = OF_HYBRIDS if name in test_hybrid_types.CASES else TOLERANCE
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
     for _, loss, _ in outcomes:
-        assert loss == pytest.approx(expected_loss.item(), rel=tolerance)
+        assert loss == pytest.approx(expected_loss, rel=tolerance)
     model = open_hf_directory(tmp_path / "hf").model
     names = [spec.name for spec in model_tensors(model) if not spec.name.endswith("expert_bias")]
     assert_pieces([pieces for *_, pieces in outcomes], {name: gradient(theirs, name) for name in names}, tolerance)
+
+
+HYBRIDS = [*itertools.product(test_hybrid_types.CASES, (0.05, 16.0))]
+"""With slow and fast decays."""
+
+
+@pytest.mark.parametrize(
+    ("name", "decay", "ranks"), usual_share([(*case, ranks) for case in HYBRIDS for ranks in (1, 2, 4)], 5)
+)
+def test_hybrids_in_fp64_are_the_plain_model(
+    gloo_pools: GlooPools, tmp_path: Path, name: str, decay: float, ranks: int
+) -> None:
+    kind, changes = CASES[name]
+    save_scaled(tmp_path, kind, decay, **changes)
+    tokens, labels = torch.randint(0, 301, (2, 2, 70), generator=torch.Generator().manual_seed(3))
+    logits, expected_loss, expected = plain(tmp_path, tokens, labels)
+    outcomes = gloo_pools(ranks).run(on_ranks, str(tmp_path), Layout(ranks), tokens, labels, torch.float64)
+    assert (joined(outcomes) - logits).abs().max() <= EXACT * logits.abs().max()
+    for _, loss, _ in outcomes:
+        assert loss == pytest.approx(expected_loss.item(), rel=EXACT)
+    assert_pieces([pieces for *_, pieces in outcomes], expected, EXACT)
+
+
+@pytest.mark.parametrize(("name", "decay"), usual_share(HYBRIDS, 3))
+def test_hybrids_round_no_more_than_a_recurrence(
+    gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, decay: float
+) -> None:
+    """transformers' own chunks lose another digit with fast decays."""
+    kind, changes = CASES[name]
+    theirs = save_scaled(tmp_path, kind, decay, **changes)
+    module = sys.modules[type(theirs).__module__]
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+    tokens, labels = torch.randint(0, 301, (2, 2, 70), generator=torch.Generator().manual_seed(3))
+    logits, _, exact = plain(tmp_path, tokens, labels)
+    other_logits, _ = passes(theirs, tokens, labels)
+    outcomes = gloo_pools(1).run(on_ranks, str(tmp_path), Layout(1), tokens, labels)
+    gradients = {part: values for part, _, values in outcomes[0][2]}
+    others = {part: gradient(theirs, part) for part in exact}
+    for part, values in others.items():
+        assert (gradients[part] - values).abs().max() <= OF_HYBRIDS * values.abs().max(), part
+
+    def error(logits_found: Tensor, of_weights: dict[str, Tensor]) -> float:
+        pairs = [(logits_found, logits), *((of_weights[part], exact[part]) for part in exact)]
+        return sum(float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs)
+
+    assert error(joined(outcomes), gradients) <= 1.3 * error(other_logits, others)
