@@ -25,10 +25,15 @@ RECIPE = (
     # So low that some steps are skipped; a resumed run must skip the same ones.
     "--loss-spike-factor 1.002 --loss-spike-window 8 --skip-loss-spikes"
 ).split()
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+)
 LAYOUTS = {
     "tp": "--tensor-model-parallel-size 2".split(),
     "pp": "--pipeline-model-parallel-size 2 --bf16".split(),
     "dp": "--zero-stage 2".split(),
+    "delta": f"--tensor-model-parallel-size 2 {DELTA}".split(),
 }
 ATTEMPT_SECONDS = 60.0
 """An attempt that takes this long hangs; normally it takes a second."""

@@ -28,7 +28,7 @@ from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.races import EnoughMemory
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import LATENT, RECIPE, Batch, check_same, launch_of, steps_of_batches, take_steps, train
+from tests.helpers.steps import DELTA, LATENT, RECIPE, Batch, check_same, launch_of, steps_of_batches, take_steps, train
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 3
@@ -215,6 +215,7 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
             ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
             (f"{LATENT} --residual-mode ladder --tensor-model-parallel-size 2 --bf16 --attention-output-gate", 2),
             (f"{WINDOWS} --residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 2),
+            (f"{DELTA} --residual-mode ladder --tensor-model-parallel-size 2 --bf16", 2),
             (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
             (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
         ],

@@ -7,7 +7,17 @@ from torch import Tensor
 
 from megatron_ladder.config.sections import TrainingConfig
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import LATENT, RECIPE, STEPS, check_outcome, launch_of, plain_steps, steps_of_batches, train
+from tests.helpers.steps import (
+    DELTA,
+    LATENT,
+    RECIPE,
+    STEPS,
+    check_outcome,
+    launch_of,
+    plain_steps,
+    steps_of_batches,
+    train,
+)
 from tests.helpers.training import TeacherInMemory, run_of
 from tests.reference import (
     LossAndGradients,
@@ -28,6 +38,7 @@ TEACHERS = {
     "desync": "--residual-mode desync --desync-interval 4 --tensor-model-parallel-size 2",
     "lanes": "--residual-mode ladder --lanes 2",
     "latent": f"{LATENT} --q-lora-rank 12 --attention-output-gate",
+    "delta": f"{DELTA} --linear-num-value-heads 8 --attention-output-gate --apply-layernorm-1p",
     "experts": "--residual-mode farskip --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-enable-expert-bias",
 }
 
@@ -82,6 +93,8 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
             f"{LATENT} --zero-stage 1 --attention-output-gate --lr 1e-3",
             marks=pytest.mark.slow,
         ),
+        ("2x1x1", "delta", f"{DELTA} --zero-stage 1"),
+        pytest.param("1x1x2", "delta", f"{DELTA} --zero-stage 3", marks=pytest.mark.slow),
         ("2x1x1", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
     ],
 )

@@ -13,6 +13,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
 from tests.helpers.steps import (
+    DELTA,
     LATENT,
     RECIPE,
     Batch,
@@ -101,8 +102,8 @@ def train_with_torch(
         passes += 1
         return reference_loss(parameters, config, tokens, labels, mask, 1.0)
 
-    matrices = {name: one for name, one in parameters.items() if one.ndim > 1}
-    vectors = [one for one in parameters.values() if one.ndim == 1]
+    matrices = {name: one for name, one in parameters.items() if one.ndim > 1 and "_conv." not in name}
+    others = [one for name, one in parameters.items() if name not in matrices]
     optimizers: list[torch.optim.Optimizer] = []
     if run.optimizer.optimizer == "muon":
         of_layers = [name for name in matrices if name.startswith("layers.")]
@@ -110,7 +111,7 @@ def train_with_torch(
         optimizers.append(
             torch.optim.Muon([matrices.pop(name) for name in of_layers], adjust_lr_fn="match_rms_adamw", **muon)
         )
-    groups = [{"params": [*matrices.values()], "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [*matrices.values()], "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     optimizers[-1].register_step_pre_hook(count_frozen)
     history = torch_steps(run, batches, loss_of, optimizers)
@@ -133,6 +134,8 @@ def train_with_torch(
         ("2x1x2", "--zero-stage 1 --optimizer muon --residual-mode ladder"),
         ("1x1x2", "--zero-stage 2 --optimizer muon"),
         ("2x1x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --q-lora-rank 12 --attention-output-gate"),
+        ("2x1x2", f"{DELTA} --zero-stage 1 --residual-mode ladder --optimizer muon"),
+        pytest.param("1x1x2", f"{DELTA} --zero-stage 3 --residual-mode ladder", marks=pytest.mark.slow),
     ],
 )
 def test_frozen_parameters_stay_as_they_are(
@@ -248,6 +251,7 @@ def own_backward(words: str, frozen: str) -> tuple[dict[str, Tensor | None], dic
             "--moe-shared-expert-intermediate-size 8",
         ),
         (2, f"{LATENT} --residual-mode ladder --q-lora-rank 12 --add-qkv-bias --tensor-model-parallel-size 2"),
+        (2, f"{DELTA} --residual-mode ladder --tensor-model-parallel-size 2"),
         (2, "--residual-mode standard --add-mlp-bias --tie-embeddings --tensor-model-parallel-size 2"),
     ],
 )

@@ -1,5 +1,6 @@
 """Generation over several ranks: the same tokens as one rank and as the reference, and the command itself."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -156,13 +157,14 @@ def test_a_user_error_ends_all_ranks(model: Path) -> None:
 
 
 def from_hugging_face(
-    folder: Path, prompts: Prompts = PROMPTS, new_tokens: int = NEW_TOKENS
+    folder: Path, prompts: Prompts = PROMPTS, new_tokens: int = NEW_TOKENS, prefill_chunk_size: int | None = None
 ) -> tuple[Tokens, list[Score]]:
     """Run on each rank: continue the prompts, and score those of `PROMPTS` in several parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, head_replicas(stored.config, size))
-    engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
+    model = load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True)
+    engine = GenerationEngine(model, mesh, prefill_chunk_size=prefill_chunk_size)
     found = engine.generate([GenerationRequest(prompt, new_tokens, GREEDY) for prompt in prompts])
     greedy = [(prompt, generation.ids) for prompt, generation in zip(prompts, found, strict=True)]
     with patch.object(vocabulary, "loss_chunk_tokens", lambda tokens: 5):
@@ -228,6 +230,26 @@ def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Pa
     assert sum(map(len, expected)) == 500 and len({token for tokens in expected for token in tokens}) > 30
     for ranks in (1, 2):
         for tokens, _ in gloo_pools(ranks).run(from_hugging_face, tmp_path / "hf", prompts, 20):
+            assert tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_500_tokens_of_hybrids_are_those_of_transformers(name: str, tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """Prompts of 1 to 73 tokens in parts of several sizes."""
+    module = save_model(tmp_path, name)
+    with torch.no_grad():
+        for part, weight in module.named_parameters():
+            weight *= 1 if weight.dim() == 1 else 4
+            # Slow decays, where a wrong state lasts.
+            weight -= 4.0 if part.endswith("A_log") else 0.0
+    module.save_pretrained(tmp_path)
+    dice = random.Random(1)
+    prompts = [tuple(dice.choices(range(1, 301), k=1 + 3 * number)) for number in range(25)]
+    expected = greedy_by_transformers(module, prompts, 20)
+    assert sum(map(len, expected)) == 500 and len({token for tokens in expected for token in tokens}) > 30
+    for ranks, chunk_size in itertools.product((1, 2), (None, 1, 7, 64)):
+        for tokens, _ in gloo_pools(ranks).run(from_hugging_face, tmp_path, prompts, 20, chunk_size):
             assert tokens == expected
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import Batch, everything, launch_of, steps_of_batches
+from tests.helpers.steps import DELTA, Batch, everything, launch_of, steps_of_batches
 from tests.helpers.training import build_trainer_here, load_trainer, own_batches, save_trainer
 
 RECIPE = (
@@ -32,6 +32,8 @@ WHOLE, SHARDED, OFFLOADED = (
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 LANES = "--lanes 4 --num-key-value-heads 4"
 """A rank of the first layout computes one lane, and the ranks of the others two or all four."""
+OF_KEY_HEADS = ["4x1x1 --zero-stage 1", WHOLE, "2x2x1", "1x1x2 --zero-stage 2"]
+"""Two ranks of the first layout have the same key head, of attention and of the delta rule."""
 OF_LANES = ["4x1x1 --zero-stage 1", WHOLE, "2x1x2 --zero-stage 1", "4x1x1 --zero-stage 1"]
 
 
@@ -78,6 +80,8 @@ def stay(
             [f"1x2x1 {INTERLEAVED}", "1x2x1", f"2x2x1 {INTERLEAVED}", "1x1x2 --zero-stage 3"],
             id="schedules",
         ),
+        pytest.param(DELTA, 1, OF_KEY_HEADS, id="DeltaNet"),
+        pytest.param(f"{DELTA} --optimizer muon", 1, OF_KEY_HEADS, id="DeltaNet, Muon", marks=pytest.mark.slow),
         pytest.param(LANES, 1, OF_LANES, id="lanes", marks=pytest.mark.slow),
         pytest.param(f"{LANES} --optimizer muon", 1, OF_LANES, id="lanes, Muon"),
         pytest.param(

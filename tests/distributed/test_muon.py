@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import (
+    DELTA,
     LATENT,
     RECIPE,
     STEPS,
@@ -38,8 +39,8 @@ def torch_training(
     def loss_of(tokens: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return reference_loss(whole(), ReferenceConfig.like(run.model), tokens, labels, mask, 1.0)
 
-    matrices = [(name, one) for name, of in current.items() for one in of if one.ndim == 2]
-    vectors = [one for of in current.values() for one in of if one.ndim == 1]
+    matrices = [(name, one) for name, of in current.items() for one in of if one.ndim == 2 and "_conv." not in name]
+    others = [one for name, of in current.items() for one in of if one.ndim == 1 or "_conv." in name]
     muon = torch.optim.Muon(
         [one for name, one in matrices if name.startswith("layers.")],
         weight_decay=0.1,
@@ -49,7 +50,7 @@ def torch_training(
         adjust_lr_fn=options.muon_scale_mode,
     )
     vocabulary = [one for name, one in matrices if not name.startswith("layers.")]
-    groups = [{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": vocabulary, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     history = torch_steps(run, batches, loss_of, [muon, torch.optim.AdamW(groups, betas=(0.9, 0.95))])
     return history, {name: weight.detach() for name, weight in whole().items()}
 
@@ -72,6 +73,8 @@ def torch_training(
         (2, "--zero-stage 0 --tensor-model-parallel-size 2 --num-experts 6 --expert-sharding experts"),
         (4, f"{LATENT} --zero-stage 1 --tensor-model-parallel-size 2 --q-lora-rank 12 --attention-output-gate"),
         (2, "--zero-stage 2 --num-experts 3 --moe-shared-expert-intermediate-size 16"),
+        (4, f"{DELTA} --zero-stage 1 --tensor-model-parallel-size 4 --attention-output-gate"),
+        pytest.param(2, f"{DELTA} --zero-stage 2 --residual-mode ladder", marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_torch_muon(gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, world: int, words: str) -> None:

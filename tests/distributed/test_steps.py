@@ -17,6 +17,7 @@ from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pairwise import pairwise, usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import (
+    DELTA,
     GENTLE_RECIPE,
     LATENT,
     RECIPE,
@@ -130,6 +131,11 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
         ("1x3x1", f"{LATENT} --residual-mode standard --tie-embeddings --add-qkv-bias"),
         slow("2x2x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --lanes 2 --attention-output-gate"),
         slow("2x1x2", f"{LATENT} {DESYNC} 4 --zero-stage 0 --q-lora-rank 12"),
+        # Two ranks have the same key head.
+        ("4x1x1", f"{DELTA} --zero-stage 1 --residual-mode ladder --apply-layernorm-1p --attention-output-gate"),
+        slow("2x1x2", f"{DELTA} {QWEN} --zero-stage 3 --residual-mode farskip --norm-epsilon 1e-2"),
+        slow("2x1x2", f"{DELTA} {DESYNC} 4 --zero-stage 1 --linear-num-key-heads 1 --norm-epsilon 1e-2"),
+        slow("2x1x2", f"{DELTA} --zero-stage 2 --residual-mode ladder --lanes 2 --norm-epsilon 1e-2"),
     ],
 )
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
@@ -216,6 +222,10 @@ def check_twenty_steps(
         ("2x1x2", "--bf16 --residual-mode desync --desync-interval 4"),
         ("1x1x2", "--zero-stage 1 --bf16 --residual-mode standard --optimizer muon"),
         slow("2x1x2", f"{LATENT} --zero-stage 1 --bf16 --q-lora-rank 12 --attention-output-gate"),
+        ("2x1x2", f"{DELTA} --zero-stage 1 --bf16"),
+        slow("4x1x1", f"{DELTA} --zero-stage 1"),
+        slow("1x1x2", f"{DELTA} --zero-stage 3 --bf16"),
+        slow("1x2x2", f"{DELTA} --zero-stage 1 --optimizer muon"),
     ],
 )
 def test_resumed_steps_equal_uninterrupted_ones_bitwise(

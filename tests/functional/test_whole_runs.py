@@ -16,12 +16,13 @@ from megatron_ladder.config.run import parse_run
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
 from tests.helpers.commands import launch, run_command
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import pairwise, usual_share
 from tests.helpers.plain_runs import expected_curves
 from tests.helpers.whole_runs import (
     CORNER_LAYOUTS,
     CORNERS,
     DATA,
+    HYBRIDS,
     LAYOUTS,
     MODELS,
     TEACHER,
@@ -62,6 +63,7 @@ QUICK_CORNERS = {
 SECONDS = 60
 """Time limit of a run, also on a busy machine."""
 ALL = MODELS | CORNERS
+OF_HYBRIDS = {f"hybrid, {wiring}": flags for wiring, flags in HYBRIDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def in_one_process(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     @functools.cache
     def find(model: str, data: str) -> Curves:
-        return run(tmp_path_factory.mktemp("one"), command_line(corpus, ALL[model], DATA[data]), 1)
+        return run(tmp_path_factory.mktemp("one"), command_line(corpus, (ALL | OF_HYBRIDS)[model], DATA[data]), 1)
 
     return find
 
@@ -140,6 +142,23 @@ def test_every_layout_logs_what_one_process_logs(
     ranks, flags = CORNER_LAYOUTS[layout]
     found = run(tmp_path, command_line(corpus, ALL[model], DATA[data], flags), ranks)
     assert_equal_curves(found, in_one_process(model, data))
+
+
+@pytest.mark.parametrize("model", usual_share(OF_HYBRIDS, 4))
+def test_hybrids_of_every_wiring_log_what_a_plain_model_computes(
+    corpus: Path, in_one_process: Callable[[str, str], Curves], model: str
+) -> None:
+    expected = expected_curves(command_line(corpus, OF_HYBRIDS[model], DATA["conversations"]))
+    assert_equal_curves(in_one_process(model, "conversations"), expected)
+
+
+@pytest.mark.parametrize(("model", "layout"), usual_share(itertools.product(OF_HYBRIDS, LAYOUTS), 21))
+def test_hybrids_of_every_wiring_log_in_every_layout_what_one_process_logs(
+    corpus: Path, in_one_process: Callable[[str, str], Curves], tmp_path: Path, model: str, layout: str
+) -> None:
+    ranks, flags = LAYOUTS[layout]
+    found = run(tmp_path, command_line(corpus, OF_HYBRIDS[model], DATA["conversations"], flags), ranks)
+    assert_equal_curves(found, in_one_process(model, "conversations"))
 
 
 def slow_except(*quick: str) -> list[Any]:

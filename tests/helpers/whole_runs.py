@@ -70,6 +70,26 @@ CORNERS = {
     "--moe-router-score-function sigmoid --moe-z-loss-coeff 0.01",
 }
 """Models with a part of the least size, or of none."""
+_HYBRID = (
+    f"{_SIZES} --experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 4 --linear-value-head-dim 6 --attention-output-gate "
+    "--qk-layernorm --rotary-percent 0.5 --apply-layernorm-1p --residual-mode"
+)
+_ROUTED = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.05"
+_SHARED = f"{_ROUTED} --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate"
+HYBRIDS = {
+    "standard": f"{_HYBRID} standard",
+    "parallel": f"{_HYBRID} parallel",
+    "ladder": f"{_HYBRID} ladder --ladder-layers 1,3-6",
+    "deeper ladder": f"{_HYBRID} ladder --residual-staleness 3",
+    "ladder-parallel": f"{_HYBRID} ladder-parallel",
+    "ladder-attention": f"{_HYBRID} ladder-attention --ladder-layers 3",
+    "experts": f"{_HYBRID} ladder {_SHARED}",
+    "farskip": f"{_HYBRID} farskip {_SHARED} --moe-layers 1-6",
+    "shortcut": f"{_HYBRID} shortcut {_SHARED}",
+    "longcat": f"{_HYBRID} longcat {_ROUTED}",
+}
+"""Gated DeltaNet in three of four layers, in every wiring, with the norms and gates of Qwen3.5."""
 TEACHER = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder "
     "--window-size 4 --window-layers [0] --softmax-type learnable"

@@ -77,19 +77,31 @@ def ages_of(length: int, document: int) -> Tensor:
 @pytest.mark.parametrize("document", [None, 1, 5, 63, 64, 65, 100])
 def test_chunks_equal_the_rule_token_by_token(document: int | None, decay: float) -> None:
     for length in LENGTHS:
-        operands = operands_of(length, decay)
-        age = None if document is None else ages_of(length, document)
-        generator = torch.Generator().manual_seed(1)
-        memory = torch.randn(ROWS, KEY_HEADS * SHARED, KEY, VALUE, generator=generator, dtype=torch.float64)
-        memory.requires_grad_()
-        results = []
-        for found in (token_by_token(operands, memory, age), _delta_chunks(DeltaOperands(*operands), memory, age)):
-            factors = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).double() for x in found]
-            total = sum((x * factor).sum() for x, factor in zip(found, factors, strict=True))
-            assert isinstance(total, Tensor)
-            results.append((*found, *torch.autograd.grad(total, [*operands, memory])))
-        for expected, value in zip(*results, strict=True):
-            assert (value - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1)
+        check_chunks(length, document, decay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.05, 16.0])
+def test_chunks_of_every_length_equal_the_rule_token_by_token(decay: float) -> None:
+    """Every length of documents as well."""
+    for length in range(1, 201):
+        check_chunks(length, 1 + 77 * length % 200, decay)
+
+
+def check_chunks(length: int, document: int | None, decay: float) -> None:
+    operands = operands_of(length, decay)
+    age = None if document is None else ages_of(length, document)
+    generator = torch.Generator().manual_seed(1)
+    memory = torch.randn(ROWS, KEY_HEADS * SHARED, KEY, VALUE, generator=generator, dtype=torch.float64)
+    memory.requires_grad_()
+    results = []
+    for found in (token_by_token(operands, memory, age), _delta_chunks(DeltaOperands(*operands), memory, age)):
+        factors = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).double() for x in found]
+        total = sum((x * factor).sum() for x, factor in zip(found, factors, strict=True))
+        assert isinstance(total, Tensor)
+        results.append((*found, *torch.autograd.grad(total, [*operands, memory])))
+    for expected, value in zip(*results, strict=True):
+        assert (value - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1)
 
 
 def transformers_layer(config: ModelConfig) -> Qwen3NextGatedDeltaNet:
@@ -178,6 +190,31 @@ def test_documents_of_a_row_do_not_mix(cut: int) -> None:
     assert (found - apart).abs().max() < 1e-12
     other = torch.cat((drawn_rows(cut, config, torch.float64) + 1, rows[:, cut:]), dim=1)
     assert torch.equal(mix(model, other, (0, cut, 130, 130 + cut, 260))[:, cut:], found[:, cut:])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 63, 64, 65, 100])
+def test_two_documents_in_a_row_are_two_rows(cut: int) -> None:
+    """Of a whole model in fp32, whose first layers keep their states for long."""
+    config = delta_model(num_layers=4, linear_attention_layers=(0, 1, 3))
+    weights = make_weights(ReferenceConfig.like(config), seed=5)
+    for layer in config.linear_attention_layers:
+        weights[f"layers.{layer}.attention.A_log"] = torch.full((KEY_HEADS * SHARED,), math.log(0.05))
+    model = build_on(ProcessMesh.single(), config, weights, StackOptions(), False, torch.float32)
+    tokens = torch.randint(0, config.vocab_size, (1, 130), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat((torch.arange(cut), torch.arange(130 - cut))).unsqueeze(0)
+    bounds = torch.tensor([0, cut, 130], dtype=torch.int32)
+
+    def logits(row: Tensor, *context: Any) -> Tensor:
+        with torch.no_grad():
+            return model.logits_shard(model.hidden_states(row, model.training_context(row, *context)))
+
+    joined = logits(tokens, positions, None, bounds)
+    apart = torch.cat((logits(tokens[:, :cut]), logits(tokens[:, cut:])))
+    assert (joined - apart).abs().max() <= 1e-6 * apart.abs().max()
+    leaking = logits(tokens, positions)
+    assert (leaking - apart)[cut:].abs().max() > 0.1 * apart.abs().max()
+    other = torch.cat(((tokens[:, :cut] + 1) % config.vocab_size, tokens[:, cut:]), dim=1)
+    assert torch.equal(logits(other, positions, None, bounds)[cut:], joined[cut:])
 
 
 @pytest.mark.parametrize("prompt_chunk", [1, 2, 7, 64, 130])
