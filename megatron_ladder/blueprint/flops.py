@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import head_tensor, layer_tensors
+from megatron_ladder.blueprint.tensors import head_tensor, layer_tensors, mtp_tensors
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,13 @@ class ModelFlops:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Forward, of each layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
+        """Forward, of each layer; the last one can be a drafting head's.
+
+        A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here.
+        """
         s = self.sequence_length
         flops: list[int] = []
-        for layer in layer_tensors(self.model):
+        for layer in layer_tensors(self.model.mtp_config):
             branches = [*itertools.chain.from_iterable(sub_block.branches for sub_block in layer)]
             of_matrices = sum(2 * s * branch.weights_per_token() for branch in branches)
             flops.append(of_matrices + sum(int(branch.mixer.flops(s, s)) for branch in branches if branch.mixer))
@@ -40,8 +43,10 @@ class ModelFlops:
 
     @property
     def forward(self) -> int:
-        """Model FLOPs of a forward pass."""
-        return sum(self.layers) + self.head
+        """Model FLOPs of a forward pass, with those of a drafting head."""
+        mtp = mtp_tensors(self.model)
+        drafts = 0 if mtp is None else self.head + 2 * self.sequence_length * mtp.eh_proj.numel
+        return sum(self.layers) + self.head + drafts
 
     @property
     def training(self) -> int:

@@ -88,6 +88,35 @@ class ModelConfig(ModelTraits):
         """The sub-blocks of every layer."""
         return self.wiring.layers(self.layer_kinds, self.ladder_layers, self.residual_staleness, self.desync_interval)
 
+    @property
+    def mtp_config(self) -> "ModelConfig":
+        """The model with the drafting head's layer as one more layer; all layers are standard. Itself without a head.
+
+        The layer has the experts of the model, and a window if all others have it.
+        """
+        if not self.mtp_num_layers:
+            return self
+        layer = (self.num_layers,)
+        return replace(
+            self.without_mtp,
+            num_layers=self.num_layers + 1,
+            moe_layers=self.moe_layers + layer if self.moe_layers else (),
+            window_layers=self.window_layers + layer
+            if len(self.window_layers) == self.num_layers
+            else self.window_layers,
+            residual_mode="standard",
+            residual_staleness=1,
+            ladder_layers=(),
+            lanes=0,
+            desync_interval=0,
+            desync_tp=None,
+        )
+
+    @property
+    def without_mtp(self) -> "ModelConfig":
+        """The model without its drafting head."""
+        return replace(self, mtp_num_layers=0, mtp_before_final_norm=False)
+
     def canonical(self) -> "ModelConfig":
         """Return the model itself, or if its reads miss nothing, the same computation in its plain wiring."""
         # A single lane reads every output in flight.

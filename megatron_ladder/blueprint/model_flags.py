@@ -119,6 +119,11 @@ class ModelTraits:
     --moe-router-topk / --moe-router-group-topk highest, which is the same for DeepSeek-V3.)"""
     moe_router_group_topk: int = flag(1, minimum=1, requires="moe_router_num_groups")
     """Groups from which a token chooses its experts."""
+    mtp_num_layers: int = flag(0, minimum=0, maximum=1)
+    """Layers of a drafting head (multi-token prediction): from the stream at a token and from the next token, the head
+    predicts the one after. 0: there is no head. The layer is a standard one with softmax attention, in any wiring."""
+    mtp_before_final_norm: bool = flag(False, requires="mtp_num_layers")
+    """The drafting head reads the stream before the final norm, instead of after it."""
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
     residual_mode: ResidualMode = flag(

@@ -176,6 +176,44 @@ def final_norm_tensor(config: ModelConfig) -> TensorSpec:
     return norm_weight("final_norm.weight", config.hidden_size, config)
 
 
+class MTPTensors(NamedTuple):
+    """The tensors of the drafting head, named as those of a layer after the last one."""
+
+    enorm: TensorSpec
+    """The norm of the next token's embedding."""
+    hnorm: TensorSpec
+    """The norm of the stream."""
+    eh_proj: TensorSpec
+    """[h, 2 h], of both normed vectors, the embedding first; whole on every rank."""
+    sub_blocks: tuple[SubBlockTensors, ...]
+    final_norm: TensorSpec
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All tensors, in the order in which the head computes with them."""
+        of_layer = (tensor for sub_block in self.sub_blocks for tensor in sub_block.tensors)
+        return (self.enorm, self.hnorm, self.eh_proj, *of_layer, self.final_norm)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+def mtp_tensors(config: ModelConfig) -> MTPTensors | None:
+    """Return the tensors of the drafting head; None without one."""
+    if not config.mtp_num_layers:
+        return None
+    hidden, prefix = config.hidden_size, f"layers.{config.num_layers}"
+    enorm, hnorm, final_norm = (
+        norm_weight(f"{prefix}.{name}.weight", hidden, config) for name in ("enorm", "hnorm", "final_norm")
+    )
+    eh_proj = TensorSpec(
+        f"{prefix}.eh_proj.weight", (hidden, 2 * hidden), Role.MATRIX, block=hidden, std=config.init_method_std
+    )
+    return MTPTensors(enorm, hnorm, eh_proj, layer_tensors(config.mtp_config)[-1], final_norm)
+
+
 def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Yield all tensors of a model, in the order in which it computes with them."""
     yield embedding_tensor(config)
@@ -185,6 +223,9 @@ def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield final_norm_tensor(config)
     if not config.tie_embeddings:
         yield head_tensor(config)
+    mtp = mtp_tensors(config)
+    if mtp is not None:
+        yield from mtp.tensors
 
 
 class ParameterCount(NamedTuple):
@@ -197,24 +238,27 @@ class ParameterCount(NamedTuple):
     layers: tuple[int, ...]
     final_norm: int
     lm_head: int
+    mtp: int
 
     @property
     def total(self) -> int:
         """All parameters; a tied matrix counts once."""
-        return self.embedding + sum(self.layers) + self.final_norm + self.lm_head
+        return self.embedding + sum(self.layers) + self.final_norm + self.lm_head + self.mtp
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Count a model's parameters exactly."""
     matrix = embedding_tensor(model).numel
     layers = tuple(sum(sub_block.parameters() for sub_block in sub_blocks) for sub_blocks in layer_tensors(model))
-    return ParameterCount(matrix, layers, final_norm_tensor(model).numel, 0 if model.tie_embeddings else matrix)
+    lm_head = 0 if model.tie_embeddings else matrix
+    mtp = mtp_tensors(model)
+    return ParameterCount(matrix, layers, final_norm_tensor(model).numel, lm_head, 0 if mtp is None else mtp.numel)
 
 
 def active_parameters(model: ModelConfig) -> int:
     """Return how many parameters a token uses: all but those of the experts that it does not choose."""
     unused = 0
-    for layer in layer_tensors(model):
+    for layer in layer_tensors(model.mtp_config):
         for branch in itertools.chain.from_iterable(sub_block.branches for sub_block in layer):
             of_experts = sum(tensor.numel for tensor in branch.tensors if tensor.expert_dim is not None)
             unused += of_experts // branch.experts * (branch.experts - branch.experts_per_token)

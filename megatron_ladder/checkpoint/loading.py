@@ -4,7 +4,7 @@ Each rank reads the runs of parameters that its optimizer updates; nothing is ga
 master, and a bf16 weight is exactly its rounded value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -54,6 +54,7 @@ def load_newest(
     optimizer: bool = True,
     generators: bool = True,
     progress: str | None = None,
+    fresh: Collection[str] = (),
 ) -> tuple[Checkpoint, list[str]]:
     """Load the checkpoint that `latest` names, or the newest undamaged one before it; a collective over `world`.
 
@@ -61,8 +62,8 @@ def load_newest(
     then is the only candidate. `refuse` returns other reasons not to load an undamaged checkpoint; the same on every
     rank. A rank, except rank 0, does not read the manifest of a checkpoint again that it has `opened`. Without
     `optimizer`, moments and the number of steps start from scratch, and without `generators`, random generators.
-    `progress` describes the progress bar. Returns the checkpoint, and the errors of the candidates tried before it;
-    raises UserError if none can be loaded, and the engine may be partly overwritten.
+    `progress` describes the progress bar. Tensors named in `fresh` are not read. Returns the checkpoint, and the errors
+    of the candidates tried before it; raises UserError if none can be loaded, and the engine may be partly overwritten.
     """
     candidates = [load]
     errors = list[str]()
@@ -73,7 +74,7 @@ def load_newest(
     for directory in candidates:
         try:
             checkpoint = _open_on_all(directory, world, refuse, opened)
-            _load_state(checkpoint, state, world, optimizer, generators, progress)
+            _load_state(checkpoint, state, world, optimizer, generators, progress, fresh)
         except UserError as error:
             errors = [*errors, *error.messages]
         else:
@@ -116,6 +117,7 @@ def _load_state(
     optimizer: bool,
     generators: bool,
     progress: str | None,
+    fresh: Collection[str],
 ) -> None:
     """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
     errors = ErrorCollector()
@@ -128,6 +130,8 @@ def _load_state(
         with errors.collect():
             for span in (*state.spans(), *state.states()):
                 for piece in span.pieces(state, moments=optimizer):
+                    if piece.name in fresh:
+                        continue
                     checkpoint.read(piece.name, piece.kind, piece.box, piece.tensor, piece.shape)
             stored = checkpoint.stored("rng") if generators else {}
             for name, now in generator_states(world.rank).items():

@@ -64,7 +64,8 @@ _RULES = {
     "layers are attention and MLP or experts: leave it out": """
         --hybrid-* --is-hybrid-model --*mamba-* --heterogeneous-* --spec --enable-mhc-connections --mhc-* --onnx-safe
         --use-legacy-models""",
-    "the model predicts the next token only: leave it out": "--mtp-*",
+    "the drafting head is one layer of the usual kind on the last stage: leave it out": """
+        --mtp-hsm --mtp-hybrid-override-pattern --mtp-standalone --mtp-use-repeated-layer""",
     "learning rates and initial weights are not scaled by widths: leave it out, and choose --lr and --init-method-std "
     "for this width": "--use-mup --mup-*",
     "all matrices start normal, with one --init-method-std, and decay: other choices are not supported": """

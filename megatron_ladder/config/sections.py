@@ -90,6 +90,10 @@ class TrainingConfig:
         0.001, minimum=0, requires="moe_router_enable_expert_bias", on_resume="report"
     )
     """How far each step moves an expert's bias: up if the global batch chose it less often than the mean, else down."""
+    mtp_loss_scaling_factor: float = flag(0.1, minimum=0, requires="mtp_num_layers", on_resume="report")
+    """Factor of the mean loss of the drafting head in the gradient. The loss is reported separately, without it."""
+    mtp_detach_heads: bool = flag(False, requires="mtp_num_layers", on_resume="report")
+    """The loss of the drafting head trains only the head, not the embedding, the output head and the other layers."""
     distill_from: Path | None = flag(None, excludes="pipeline_model_parallel_size", on_resume="report")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a frozen teacher, whose distribution of the
     next token the model learns. It has the same vocabulary, any sizes and any wiring."""

@@ -18,7 +18,7 @@ from megatron_ladder.engine.optimizer import Updates, build_optimizer, distribut
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.experts import waits_for_choices
-from megatron_ladder.model.language_model import Distillation, LanguageModel
+from megatron_ladder.model.language_model import Distillation, LanguageModel, MTPOptions
 from megatron_ladder.model.operations import ExpertOptions, Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
@@ -56,9 +56,10 @@ def partition(run: RunConfig) -> list[range]:
     if run.parallel.pipeline_partition == "uniform":
         return uniform_partition(model.num_layers, stages)
     count = parameter_count(model)
-    # If the embedding is tied to the head, the last stage has a copy of its matrix.
-    head = count.final_norm + (count.embedding if model.tie_embeddings else count.lm_head)
-    return balanced_partition(count.layers, count.embedding, head, stages)
+    # If a head reads the embedding, the last stage has a copy of its matrix.
+    copied = count.embedding if model.tie_embeddings or model.mtp_num_layers else 0
+    heads = count.final_norm + count.lm_head + copied + count.mtp
+    return balanced_partition(count.layers, count.embedding, heads, stages)
 
 
 def compute_dtype(run: RunConfig) -> torch.dtype:
@@ -100,6 +101,7 @@ def build_rank_model(
             run.parallel.expert_sharding,
         ),
         distillation=distillation,
+        mtp=MTPOptions(training.mtp_loss_scaling_factor, training.mtp_detach_heads),
     )
     if not is_partitioned:
         return model

@@ -130,7 +130,8 @@ class DeepSpeedEngine(Engine):
         if scales is None:
             return super().forward(inputs, **options)
         # DeepSpeed averages gradients over the data-parallel ranks.
-        scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
+        ranks = self._mesh.data.size
+        scales = scales._replace(tokens=scales.tokens * ranks, mtp_targets=scales.mtp_targets * ranks)
         result, stats = self.wrapped(*inputs.tensors, context=inputs.context, scales=scales, with_stats=True, **options)
         return result, stats
 

@@ -136,7 +136,7 @@ class CapturedPasses:
         self._micro_batches = 0
         self._device = module.device
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._scales = LossScales(zero, zero.clone())
+        self._scales = LossScales(zero, zero.clone(), zero.clone())
         self._stats = module.new_step_stats()
 
     def run(
@@ -222,6 +222,7 @@ class CapturedPasses:
             parts += [tokens, positions]
         if self._module.ends_in(chunk):
             parts += [labels, loss_mask]
+            parts += [] if self._module.mtp is None else [tokens]
         return parts
 
     def _copy_of(self, inputs: StageInputs, chunk: int) -> StageInputs:

@@ -185,7 +185,8 @@ def load_model(
     operations = PACKED_OPERATIONS if on_cpu else Operations()
     options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
-    model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
+    config = stored.config.without_mtp
+    model = LanguageModel(config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
     errors = ErrorCollector()
     with ThreadPoolExecutor(1) as thread:
         verified = thread.submit(stored.verify, mesh.world.rank, mesh.world.size) if verify else None

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, head_tensor
+from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, head_tensor, mtp_tensors
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import Router
+from megatron_ladder.model.mtp import DraftingHead, shift_targets, shift_tokens
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
 from megatron_ladder.model.stack import StackOptions, TransformerStack
@@ -38,6 +39,19 @@ from megatron_ladder.parallel.vocabulary import (
 _DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
 
 
+class MTPOptions(NamedTuple):
+    """How a model with a drafting head trains."""
+
+    loss_scale: float = 0.1
+    """Factor of the head's mean loss in the gradient."""
+    detaches: bool = False
+    """Whether the head's loss trains nothing but the head."""
+
+
+_DEFAULT_MTP = MTPOptions()
+MTP_LOSS = "mtp loss"
+
+
 class LossScales(NamedTuple):
     """Factors that turn sums over a global batch into means: scalars in fp64, on the device."""
 
@@ -45,6 +59,8 @@ class LossScales(NamedTuple):
     """1 / number of target tokens, for the losses of the head."""
     tokens: Tensor
     """1 / number of tokens without padding, for the losses of bodies."""
+    mtp_targets: Tensor
+    """1 / number of target tokens of the drafting head."""
 
 
 class StageInputs(NamedTuple):
@@ -59,12 +75,12 @@ class LanguageModel(nn.Module):
     """This rank's slices of a Llama-family decoder of any wiring.
 
     One or more ranges of its layers are a pipeline stage: the first stage also holds the embedding, the last one the
-    final norm and the head. With a tied head the last stage has a copy of the embedding's matrix (`copies_embedding`);
-    the copy is not counted in norms and is not saved.
+    final norm and the heads. With a tied or a drafting head the last stage has a copy of the embedding's matrix
+    (`copies_embedding`); the copy is not counted in norms and is not saved.
     """
 
     embedding: VocabParallelEmbedding
-    """On the first stage, and where the matrix is the head."""
+    """On the first stage, and where a head reads the matrix."""
     final_norm: RMSNorm
     """On the last stage."""
 
@@ -81,6 +97,7 @@ class LanguageModel(nn.Module):
         z_loss_coeff: float = 0.0,
         distillation: "Distillation | None" = None,
         experts: ExpertOptions = _NO_LOSSES,
+        mtp: MTPOptions = _DEFAULT_MTP,
     ) -> None:
         """Build all layers, or the chunks of a pipeline stage. Without a seed, weights stay uninitialised.
 
@@ -100,7 +117,7 @@ class LanguageModel(nn.Module):
         self.compute_dtype = dtype
         self.is_first, self.is_last = chunks[0].start == 0, chunks[-1].stop == config.num_layers
         self.chunks = len(chunks)
-        self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
+        self.copies_embedding = self._reads_embedding_twice and self.is_last and not self.is_first
         if self.is_first or self.copies_embedding:
             self.embedding = VocabParallelEmbedding(embedding_tensor(config), build, config.logit_soft_cap)
         if self.copies_embedding:
@@ -109,10 +126,19 @@ class LanguageModel(nn.Module):
         self.stack = TransformerStack(build, chunks, options)
         head_losses = {"z loss": z_loss_coeff != 0, "distillation loss": distillation is not None}
         self._head_losses = tuple(name for name, is_used in head_losses.items() if is_used)
-        self.routers = [module for module in self.stack.modules() if isinstance(module, Router)]
         stage_layers = [layer for layers in chunks for layer in layers]
-        self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in stage_layers]
-        self.extra_losses = (*self._head_losses, *self.stack.loss_names)
+        self._mtp_options = mtp
+        self.mtp: DraftingHead | None = None
+        """On the last stage of a model that has one."""
+        tensors = mtp_tensors(config)
+        if self.is_last and tensors is not None:
+            recomputed = int(options.recompute_layers >= len(stage_layers))
+            self.mtp = DraftingHead(build, tensors, replace(options, recompute_layers=recomputed))
+            stage_layers.append(config.num_layers)
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
+        self._router_rows = [row for row, layer in enumerate(config.mtp_config.moe_layers) if layer in stage_layers]
+        self._mtp_losses = () if tensors is None else (MTP_LOSS,)
+        self.extra_losses = (*self._head_losses, *self._mtp_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._from_0: SequenceContext | None = None
         """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
@@ -135,9 +161,13 @@ class LanguageModel(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     @property
+    def _reads_embedding_twice(self) -> bool:
+        return self.config.tie_embeddings or self.config.mtp_num_layers > 0
+
+    @property
     def tied_weight(self) -> nn.Parameter | None:
         """The embedding's matrix if this is one of two pipeline stages with a copy, whose gradients are summed."""
-        return self.embedding.weight if self.config.tie_embeddings and self.is_first != self.is_last else None
+        return self.embedding.weight if self._reads_embedding_twice and self.is_first != self.is_last else None
 
     def hidden_states(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """Token ids [b, s] -> the complete stream after the last layer, [s, b, h], or this rank's positions of it."""
@@ -177,7 +207,7 @@ class LanguageModel(nn.Module):
         are among the `PassStats`.
 
         Args:
-            tokens: [b, s] int64; only the model's first chunk reads them.
+            tokens: [b, s] int64; only the model's first chunk and a drafting head read them.
             labels: [b, s] int64, the token that follows each; -100 has no loss. Only the model's last chunk reads them.
             loss_mask: [b, s] float, weight of each target token; None counts all.
             positions, lengths, document_bounds: see `training_context`.
@@ -211,10 +241,44 @@ class LanguageModel(nn.Module):
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
         weights = None if loss_mask is None else loss_mask.t()
         targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft)
-        losses = self._loss(leaving[0], targets)
+        normed = self.final_norm(leaving[0])
+        losses = self._loss(normed, targets)
         if trains:
             stats = stats.plus(PassStats(dict(zip(self._head_losses, losses[1:], strict=True))).detached())
-        return losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype), stats
+        loss = losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
+        if self.mtp is not None and trains:
+            hidden_states = leaving[0] if self.config.mtp_before_final_norm else normed
+            mtp_loss, mtp_stats = self._mtp_loss(hidden_states, tokens, labels, loss_mask, context, scales)
+            scale = self._mtp_options.loss_scale
+            loss = _Carrying.apply(loss, scale if scales is None else scale * scales.mtp_targets, mtp_loss)
+            stats = stats.plus(mtp_stats).plus(PassStats({MTP_LOSS: mtp_loss.detach()}))
+        return loss, stats
+
+    def _mtp_loss(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        context: SequenceContext,
+        scales: LossScales | None,
+    ) -> tuple[Tensor, PassStats]:
+        """Return the loss of the drafting head, summed over its target tokens, and what the pass of its layer counts.
+
+        Its backward also runs that of the layer's extra losses.
+        """
+        assert self.mtp is not None
+        next_embeddings = self.embedding(shift_tokens(tokens))
+        if self._mtp_options.detaches:
+            hidden_states, next_embeddings = hidden_states.detach(), next_embeddings.detach()
+        normed, stats = self.mtp(next_embeddings, hidden_states, context._replace(counts=True))
+        if stats.losses:
+            normed = _Carrying.apply(normed, 1.0 if scales is None else scales.tokens, *stats.losses.values())
+        bounds = None if context.documents is None else context.documents.bounds
+        shifted, mask = shift_targets(labels, loss_mask, bounds)
+        weights = None if mask is None else mask.t()
+        targets = Targets(shifted.t(), weights, trains_words=not self._mtp_options.detaches)
+        return self._loss(normed, targets)[0], stats.detached()
 
     def _is_word(self, ids: Tensor) -> Tensor:
         return (ids >= 0) & (ids < self.config.vocab_size)
@@ -234,7 +298,8 @@ class LanguageModel(nn.Module):
     def trains_in(self, chunk: int) -> bool:
         """Return whether a chunk has weights that train."""
         ends: list[nn.Module] = [self.embedding] if self.begins_in(chunk) else []
-        ends += [self.final_norm, self.head] if self.ends_in(chunk) else []
+        if self.ends_in(chunk):
+            ends += [self.final_norm, self.head, *([] if self.mtp is None else [self.mtp])]
         weights = (parameter for module in ends for parameter in module.parameters())
         return any(step.trains for step in self.stack.sub_blocks(chunk)) or any(one.requires_grad for one in weights)
 
@@ -250,23 +315,24 @@ class LanguageModel(nn.Module):
 
         Return [2, s, b] fp64, equal on every tensor-parallel rank.
         """
-        return self._loss(hidden_states, Targets(labels.t(), predicts=True))
+        return self._loss(self.final_norm(hidden_states), Targets(labels.t(), predicts=True))
 
-    def _loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
-        normed = self.final_norm(hidden_states)
+    def _loss(self, normed: Tensor, targets: Targets) -> Tensor:
         losses: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
         return losses
 
     def new_step_stats(self) -> StepStats:
         """Return zeros that the passes of a step add to."""
         wide = torch.promote_types(self.compute_dtype, torch.float32)
-        return StepStats(self.extra_losses, self.config.moe_layers, self.config.num_experts, wide, self.device)
+        routed = self.config.mtp_config.moe_layers
+        return StepStats(self.extra_losses, routed, self.config.num_experts, wide, self.device)
 
     def mean_losses(self, sums: Tensor, scales: LossScales) -> Tensor:
         """Return each of the `extra_losses` of a global batch from its sum over tokens: [n] fp64."""
         of_head = scales.targets.expand(len(self._head_losses))
+        of_mtp = scales.mtp_targets.expand(len(self._mtp_losses))
         of_bodies = scales.tokens.expand(len(self.stack.loss_names))
-        return sums * torch.cat([of_head, of_bodies])
+        return sums * torch.cat([of_head, of_mtp, of_bodies])
 
     @torch.no_grad()
     def follow_loads(self, loads: Tensor, rate: float) -> None:
@@ -295,7 +361,7 @@ class LanguageModel(nn.Module):
         def moved(tensor: Tensor | None, is_read: bool = True) -> Any:
             return to_device(tensor, device) if tensor is not None and is_read else tensor
 
-        tokens = moved(tokens, self.is_first)
+        tokens = moved(tokens, self.is_first or self.mtp is not None)
         labels = moved(labels, self.is_last)
         loss_mask = moved(loss_mask, self.is_last)
         positions = moved(positions)
@@ -333,7 +399,10 @@ class LanguageModel(nn.Module):
         if is_from_0 and earlier is not None and len(earlier.positions) == length:
             return earlier._replace(token_mask=token_mask)
         places = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
-        return self.stack.prepare(SequenceContext(places, documents=documents, token_mask=token_mask))
+        context = self.stack.prepare(SequenceContext(places, documents=documents, token_mask=token_mask))
+        if self.mtp is None:
+            return context
+        return context._replace(prepared={**self.mtp.stack.prepare(context).prepared, **context.prepared})
 
 
 class _Carrying(Function):

@@ -65,6 +65,7 @@ class Targets:
         z_loss_coeff: coefficient of the squared log normaliser.
         predicts: ask for the losses of all tokens and the predicted words instead of a sum.
         soft: the teacher's distributions in a distillation.
+        trains_words: whether the matrix gets a gradient, if it trains.
     """
 
     labels: Tensor
@@ -72,6 +73,7 @@ class Targets:
     z_loss_coeff: float = 0.0
     predicts: bool = False
     soft: SoftTargets | None = None
+    trains_words: bool = True
 
 
 class VocabParallelMatrix(ParallelModule):
@@ -130,7 +132,8 @@ class VocabParallelMatrix(ParallelModule):
         x, labels = self.layout.enter(hidden_states), targets.labels
         if targets.predicts:
             return self._predictions(x.flatten(0, 1), labels.flatten()).view(2, *labels.shape)
-        wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+        trains_words = self.weight.requires_grad and targets.trains_words
+        wanted = (x.requires_grad, trains_words) if torch.is_grad_enabled() else (False, False)
         return _ChunkedLoss.apply(x, self.weight, targets, self, wanted)
 
 

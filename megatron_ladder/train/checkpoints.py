@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megatron_ladder import __version__
+from megatron_ladder.blueprint.tensors import mtp_tensors
 from megatron_ladder.checkpoint.format import (
     CARRIED,
     CHAT_TEMPLATE,
@@ -128,6 +129,9 @@ class CheckpointSaver:
         only_weights = self._trainer.run.loads_only_weights
         start = time.perf_counter()
         model = opened.model()
+        fresh = None if model.mtp_num_layers else mtp_tensors(self._trainer.run.model)
+        if fresh is not None:
+            self._print(f"*** {opened.directory}: has no drafting head: that of the run starts from scratch ***")
 
         def refuse(checkpoint: Checkpoint) -> list[str]:
             # The command line was only compared with the checkpoint that was opened at the start.
@@ -143,6 +147,7 @@ class CheckpointSaver:
             optimizer=config.load_optim and not only_weights,
             generators=config.load_rng and not only_weights,
             progress=f"verifying {load}" if self._world.rank == 0 else None,
+            fresh=() if fresh is None else {tensor.name for tensor in fresh.tensors},
         )
         directory = str(checkpoint.directory)
         if faults:

@@ -107,7 +107,7 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
 
     Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
     """
-    training, config = run.training, teacher.config
+    training, config = run.training, teacher.config.without_mtp
     operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     frozen_mesh = replace(
         mesh,

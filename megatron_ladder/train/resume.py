@@ -28,6 +28,8 @@ from megatron_ladder.tokenizers.kinds import Tokenizer, same_tokenizer
 from megatron_ladder.train.directories import is_within
 from megatron_ladder.typed import typed
 
+_MTP_FIELDS = ("mtp_num_layers", "mtp_before_final_norm")
+"""Fields of the drafting head."""
 _FREE_TO_CHANGE = {"init_method_std", "max_position_embeddings"}
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
 _TAKEN = ("training", "data", "checkpoint", "logging", "reliability", "optimizer")
@@ -129,7 +131,12 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint) -> Iterator[Probl
         del fixes["moe_layers"]
     if (model.num_layers, model.window_size) != (run.model.num_layers, run.model.window_size):
         del fixes["window_layers"]
-    if not run.loads_only_weights:
+    if run.loads_only_weights:
+        # Only the head has other weights: it starts from scratch, or those of the checkpoint are left out.
+        for name in _MTP_FIELDS:
+            del fixes[name]
+    else:
+        fixes |= dict.fromkeys(_MTP_FIELDS, "leave the flag out, or give {finetune} to start with another head")
         recorded = _values(checkpoint.manifest.get("run", {}))
         order = {name: recorded[name] for name in sorted(_declared("keep")) if name in recorded}
         stored |= order

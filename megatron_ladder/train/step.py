@@ -16,6 +16,8 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient, sum_partial_gradients
 from megatron_ladder.model.language_model import LossScales
+from megatron_ladder.model.mtp import shift_targets
+from megatron_ladder.parallel.vocabulary import IGNORED
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 
@@ -112,17 +114,23 @@ def train_step(
 
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Return how many target tokens, weighted by their masks, and how many tokens the global batch has, [2] fp64.
+    """Return how many target tokens, weighted by their masks, and how many tokens the global batch has, and how many
+    target tokens the drafting head, [3] fp64.
 
     The result, on the device, is not read by the host, which would have to wait for it.
     """
     data = trainer.mesh.data
-    local_counts = [0.0, 0.0]
+    drafts = trainer.run.model.mtp_num_layers > 0
+    local_counts = [0.0, 0.0, 0.0]
     for batch in micro_batches:
         local_counts[0] += batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum())
         local_counts[1] += batch.tokens.numel() if batch.lengths is None else float(batch.lengths.sum())
+        if drafts:
+            labels, mask = shift_targets(batch.labels, batch.loss_mask, batch.document_bounds)
+            local_counts[2] += float((labels != IGNORED).sum() if mask is None else mask.sum())
     counts = to_device(torch.tensor(local_counts, dtype=torch.float64), trainer.device)
-    is_even = all(batch.loss_mask is None and batch.lengths is None for batch in micro_batches)
+    uneven = ("loss_mask", "lengths", *(["document_bounds"] if drafts else []))
+    is_even = all(getattr(batch, name) is None for batch in micro_batches for name in uneven)
     return counts * data.size if is_even else data.all_reduce(counts)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import MTP_LOSS, LanguageModel, MTPOptions
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.stats import PassStats
@@ -39,6 +39,7 @@ from tests.reference import (
     reference_gradients,
     reference_logits,
 )
+from tests.reference.mtp import drafting_gradients, drafting_logits
 
 TOLERANCE = 1e-11
 ALL = (0, 1, 2, 3)
@@ -235,6 +236,11 @@ class Batch(NamedTuple):
         return max(1.0, float(self.loss_mask.sum()))
 
     @property
+    def drafting_targets(self) -> float:
+        """The divisor of the loss of a drafting head."""
+        return max(1.0, float(self.loss_mask[:, 1:].sum()))
+
+    @property
     def sight(self) -> Sight:
         """Causal attention, and which tokens are padding."""
         (rows, length), columns = self.tokens.shape, torch.arange(self.tokens.shape[1])
@@ -252,7 +258,9 @@ class Outcome(NamedTuple):
     gradients: Pieces
 
 
-def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch) -> Outcome:
+def run_case(
+    config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch, mtp: MTPOptions
+) -> Outcome:
     """Run the micro-batches of a batch through one or several ranges of layers."""
     replicas = head_replicas(config, how.ranks)
     mesh = mesh_of(how.ranks, replicas) if how.ranks > 1 else ProcessMesh.single()
@@ -260,7 +268,8 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
     options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
     parts = []
     for bound in itertools.pairwise((0, *how.cuts, config.num_layers)):
-        part = LanguageModel(config, mesh, options, chunks=[range(*bound)], dtype=torch.float64, experts=experts)
+        chunks = [range(*bound)]
+        part = LanguageModel(config, mesh, options, chunks=chunks, dtype=torch.float64, experts=experts, mtp=mtp)
         fill_slices(part, weights)
         part.stack.side_queue = InlineQueue() if how.sharded_stream == "ahead" else None
         parts.append(part)
@@ -268,12 +277,24 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
     sums = PassStats()
     all_tokens = int(batch.lengths.sum())
     for tokens, labels, mask, lengths in micro_batches(batch, how.micro_batches):
-        loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, all_tokens)
+        totals = all_tokens, batch.drafting_targets
+        loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, *totals)
         loss_sum += loss.item()
         sums = sums.plus(stats)
-    loss_sum += sum(float(loss) for loss in sums.losses.values()) / all_tokens
+    for name, loss in sums.losses.items():
+        scale = mtp.loss_scale / batch.drafting_targets if name == MTP_LOSS else 1 / all_tokens
+        loss_sum += float(loss) * scale
+    if parts[-1].copies_embedding:
+        share_gradient_of_copies(parts[0].embedding.weight, parts[-1].embedding.weight)
     loads = [loads.tolist() for loads in sums.loads.values()]
     return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
+
+
+def share_gradient_of_copies(*copies: Tensor) -> None:
+    """Sum the gradients of the copies of a matrix on pipeline stages; a copy may have none."""
+    total = sum((copy.grad for copy in copies if copy.grad is not None), torch.zeros_like(copies[0]))
+    for copy in copies:
+        copy.grad = total.clone()
 
 
 def make_batch(config: ModelConfig) -> Batch:
@@ -295,18 +316,27 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
     is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
     for part in micro_batches(batch, 1 if is_whole else how.micro_batches):
         totals = batch.targets, int(batch.lengths.sum())
-        loss, gradients = reference_gradients(weights, reference, *part[:3], *totals, part.sight)
+        arguments = weights, reference, *part[:3], *totals, part.sight
+        if config.mtp_num_layers:
+            count = batch.drafting_targets
+            (loss, of_head, of_experts), gradients = drafting_gradients(*arguments, total_drafting_targets=count)
+            loss = loss + reference.mtp_loss_scaling_factor * of_head + of_experts
+        else:
+            loss, gradients = reference_gradients(*arguments)
         expected_loss += loss.item()
         expected = {name: expected[name] + one if expected else one for name, one in gradients.items()}
     record: list[Routed] = []
     reference_logits(weights, reference, batch.tokens, batch.sight, record)
+    if config.mtp_num_layers:
+        drafting_logits(weights, reference, batch.tokens, batch.sight, record)
+    mtp = MTPOptions(reference.mtp_loss_scaling_factor, reference.mtp_detach_heads)
     experts = ExpertOptions(
         reference.moe_aux_loss_coeff,
         reference.moe_router_load_balancing_type,
         reference.moe_z_loss_coeff,
         how.sharding,
     )
-    outcomes = gloo_pools(how.ranks).run(run_case, config, weights, experts, how, batch)
+    outcomes = gloo_pools(how.ranks).run(run_case, config, weights, experts, how, batch, mtp)
     for loss, loads, _ in outcomes:
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert loads == [routed.loads.tolist() for routed in record]

@@ -14,7 +14,15 @@ from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pairwise import usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import DELTA, LATENT, check_outcome, launch_of, plain_steps
+from tests.helpers.steps import (
+    DELTA,
+    LATENT,
+    check_outcome,
+    launch_of,
+    plain_steps,
+    with_drafting_loss,
+    with_extra_losses,
+)
 from tests.helpers.training import build_trainer_here, weight_pieces
 from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
@@ -44,14 +52,14 @@ class Numbers:
         return SampleRows(tokens, None)
 
 
-def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]], Pieces, bool, float]:
-    """Return loss and gradient norm of every step, final weights, whether this rank read, and an evaluation loss."""
+def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, ...]], Pieces, bool, float]:
+    """Return losses and gradient norm of every step, final weights, whether this rank read, and an evaluation loss."""
     trainer = dataclasses.replace(build_trainer_here(argv, weights), eod_id=EOD)
     source, history = Numbers(), []
     batches = sample_batches(trainer, source, consumed_samples=0)
     for iteration in range(1, STEPS + 1):
         result = train_step(trainer, next(batches), iteration)
-        history.append((result.loss, result.gradient_norm))
+        history.append((result.loss, result.gradient_norm, *result.extra_losses.values()))
     batches.close()
     assert batches.consumed_samples == STEPS * BATCH
     pieces = weight_pieces(trainer)
@@ -86,6 +94,9 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
             ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
             ("2x1x1", f"{DELTA} --sequence-parallel --recompute-granularity full", ALL, [0]),
             ("2x2x1", f"{DELTA} {HYBRID} --zero-stage 0", ALL, [0, 2]),
+            ("2x2x1", f"{HYBRID} --mtp-num-layers 1", ALL, [0, 2]),
+            ("1x1x2", f"{DELTA} --mtp-num-layers 1", "--eod-mask-loss", [0, 1]),
+            ("1x1x2", "--mtp-num-layers 1", "--reset-attention-mask", [0, 1]),
             ("1x1x2", f"{DELTA} --zero-stage 3", ALL, [0, 1]),
             ("1x1x2", f"{DELTA} --zero-stage 2", "--eod-mask-loss", [0, 1]),
         ],
@@ -97,7 +108,8 @@ def test_steps_equal_those_of_a_plain_model(
 ) -> None:
     world, argv = launch_of(layout, words, flags)
     argv = [*RECIPE, *argv]
-    weights, _, expected, final = plain_steps(argv, world, batches=expected_batches(flags))
+    losses = with_drafting_loss if "--mtp-num-layers" in argv else with_extra_losses
+    weights, _, expected, final = plain_steps(argv, world, losses, expected_batches(flags))
     results = gloo_pools(world).run(train, argv, weights)
     check_outcome([(history, pieces) for history, pieces, *_ in results], expected, final)
     assert [rank for rank, (_, _, reads, _) in enumerate(results) if reads] == readers

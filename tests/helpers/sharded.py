@@ -119,13 +119,15 @@ def run_chain(
     targets: float = 1.0,
     lengths: Tensor | None = None,
     all_tokens: float = 1.0,
+    drafting_targets: float = 1.0,
 ) -> tuple[Tensor, PassStats]:
     """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `targets`, and what
     the passes count.
 
-    The losses of bodies are divided by `all_tokens`.
+    The losses of bodies are divided by `all_tokens`, that of a drafting head by `drafting_targets`.
     """
-    scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in (targets, all_tokens)))
+    counts = targets, all_tokens, drafting_targets
+    scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in counts))
     entered: list[Tensor | None] = [None]
     left: list[Tensor] = []
     sums = PassStats()
@@ -147,7 +149,7 @@ def gradient_pieces(model: LanguageModel) -> Pieces:
     """Return every gradient that this rank holds, including replicated ones, with parts summed over the ranks."""
     gradients: list[tuple[Span, Tensor]] = []
     for parameter, sections in parameter_sections(model):
-        assert parameter.grad is not None
+        assert parameter.grad is not None, sections
         span = Span(sections, parameter.shape, 0, parameter.detach().flatten(), parameter, 0, owned=True)
         gradients.append((span, parameter.grad.clone(memory_format=torch.contiguous_format)))
     sum_partial_gradients(gradients, model.stack.mesh, torch.device("cpu"))

@@ -39,6 +39,7 @@ from tests.reference import (
     reference_logits,
     reference_training,
 )
+from tests.reference.mtp import drafting_gradients
 
 Batch = tuple[Tensor, Tensor, Tensor]
 History = list[tuple[float, ...]]
@@ -107,6 +108,20 @@ def with_extra_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return cross entropy, z-loss and balancing losses separately, and the gradients of their sum."""
     loss, gradients = reference_gradients(weights, config, tokens, labels, mask, targets, all_tokens, *sight)
+    return _separate(loss, weights, config, tokens, mask, targets, all_tokens, *sight), gradients
+
+
+def _separate(
+    loss: Tensor,
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    mask: Tensor,
+    targets: float,
+    all_tokens: float,
+    *sight: Sight,
+) -> Tensor:
+    """Return cross entropy, z-loss and balancing losses, whose sum is `loss`."""
     record: list[Routed] = []
     logits = reference_logits(weights, config, tokens, *sight, record=record)
     sums = []
@@ -116,7 +131,22 @@ def with_extra_losses(
         sums.append(sum(routed.auxiliary_loss for routed in record) / all_tokens)
     if config.moe_z_loss_coeff:
         sums.append(sum(routed.z_loss for routed in record) / all_tokens)
-    return torch.stack([loss - sum(sums), *sums]), gradients
+    return torch.stack([loss - sum(sums), *sums])
+
+
+def with_drafting_loss(
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    *batch: Any,
+    total_drafting_targets: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return cross entropy, the loss of the drafting head and balancing losses separately, and all gradients."""
+    total = {"total_drafting_targets": total_drafting_targets}
+    (whole, of_head, of_experts), gradients = drafting_gradients(weights, config, tokens, labels, *batch, **total)
+    loss, *balancing = _separate(whole, weights, config, tokens, *batch)
+    return torch.stack([loss, of_head, *(one + of_experts for one in balancing)]), gradients
 
 
 def plain_steps(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.reference.experts import Routed
 from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients, reference_logits, token_count
+from tests.reference.mtp import drafting_logits, drafting_targets
 
 MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
 """Token ids, labels and loss mask, each [b, s]; and optionally the visible tokens."""
@@ -73,10 +74,17 @@ def _accumulate(
 ) -> tuple[list[float], dict[str, Tensor]]:
     targets = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
     all_tokens = sum(token_count(tokens, *sight) for tokens, _, _, *sight in batch)
+    totals: dict[str, float] = {}
+    if config.mtp_num_layers:
+        totals["total_drafting_targets"] = sum(
+            float(drafting_targets(mask, *sight).sum()) for _, _, mask, *sight in batch
+        )
     total_losses = torch.zeros(1, dtype=torch.float64)
     total: dict[str, Tensor] = {}
     for tokens, labels, loss_mask, *sight in batch:
-        losses, gradients = gradients_of(weights, config, tokens, labels, loss_mask, targets, all_tokens, *sight)
+        losses, gradients = gradients_of(
+            weights, config, tokens, labels, loss_mask, targets, all_tokens, *sight, **totals
+        )
         total_losses = total_losses + losses.double()
         for name, gradient in gradients.items():
             total[name] = total[name] + gradient if name in total else gradient
@@ -90,6 +98,8 @@ def _moved_biases(weights: Weights, config: ReferenceConfig, batch: Sequence[Mic
         for tokens, _, _, *sight in batch:
             record: list[Routed] = []
             reference_logits(weights, config, tokens, *sight, record=record)
+            if config.mtp_num_layers:
+                drafting_logits(weights, config, tokens, *sight, record=record)
             for routed in record:
                 loads[f"{routed.layer}.router.expert_bias"] += routed.loads
     rate = config.moe_router_bias_update_rate

@@ -117,6 +117,11 @@ class ReferenceConfig:
     moe_router_bias_update_rate: float = 0.0
     z_loss_coeff: float = 0.0
     """Coefficient of the squared log normalisers of the logits."""
+    mtp_num_layers: int = 0
+    """Whether there is a drafting head; see `mtp.py`."""
+    mtp_before_final_norm: bool = False
+    mtp_loss_scaling_factor: float = 0.1
+    mtp_detach_heads: bool = False
     missing: tuple[tuple[int, ...], ...] = ()
     """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 
@@ -155,8 +160,23 @@ class ReferenceConfig:
         return self.desync_tp, self.hidden_size
 
 
+def with_head_layer(config: ReferenceConfig) -> ReferenceConfig:
+    """Return a standard model that has the layer of the drafting head after its own ones."""
+    layer = config.num_layers
+    return replace(
+        config,
+        num_layers=layer + 1,
+        mtp_num_layers=0,
+        moe_layers=(*config.moe_layers, layer) if config.moe_layers else (),
+        window_layers=(*range(layer + 1),) if len(config.window_layers) == layer else config.window_layers,
+        residual_mode="standard",
+        ladder_layers=(),
+        lanes=0,
+    )
+
+
 def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
-    """Return canonical name and full shape of every weight, in the order of the model."""
+    """Return canonical name and full shape of every weight, in the order of the model, and of a drafting head."""
     h, ffn, d = config.hidden_size, config.ffn_hidden_size, config.head_dim
     query, key_value = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, h)}
@@ -227,6 +247,12 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
     shapes["final_norm.weight"] = (h,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
+    if config.mtp_num_layers:
+        prefix = f"layers.{config.num_layers}."
+        of_layer = weight_shapes(with_head_layer(config)).items()
+        shapes |= {name: shape for name, shape in of_layer if name.startswith(prefix)}
+        shapes |= {f"{prefix}{name}.weight": (h,) for name in ("enorm", "hnorm", "final_norm")}
+        shapes[f"{prefix}eh_proj.weight"] = (h, 2 * h)
     return shapes
 
 
@@ -280,22 +306,26 @@ def reference_logits(
         ValueError: names, shapes or dtypes of the weights are not this model's.
     """
     _check(weights, config)
-    stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight, record)
+    stream = last_stream(weights, config, weights["embedding.weight"][tokens], sight, record)
     normed = model_norm(stream, weights["final_norm.weight"], config)
-    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
+    return logits_of(normed, weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"], config)
+
+
+def logits_of(normed: Tensor, head: Tensor, config: ReferenceConfig) -> Tensor:
+    """The normed stream -> logits [b, s, V]."""
     logits = normed @ head.T
     cap = config.logit_soft_cap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _last_stream(
+def last_stream(
     weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None, record: list[Routed] | None
 ) -> Tensor:
     """The stream after the last layer."""
     if config.residual_mode == "desync":
         return desync_stream(config, stream, _sub_blocks_of_ranks(weights, config, sight))
     layers = [
-        Layer(layer in config.ladder_layers, _sub_blocks(weights, layer, config, sight, record))
+        Layer(layer in config.ladder_layers, sub_blocks_of(weights, layer, config, sight, record))
         for layer in range(config.num_layers)
     ]
     if config.residual_mode in RECURRENCES and not config.missing:
@@ -345,7 +375,7 @@ def _sub_blocks_of_ranks(weights: Weights, config: ReferenceConfig, sight: Sight
     sub_blocks = []
     for rank in range(ranks):
         own = rank_weights(weights, config, rank)
-        layers = [_sub_blocks(own, layer, share, sight, None) for layer in range(config.num_layers)]
+        layers = [sub_blocks_of(own, layer, share, sight, None) for layer in range(config.num_layers)]
         sub_blocks.append([sub_block for layer in layers for sub_block in layer.values()])
     return sub_blocks
 
@@ -406,7 +436,7 @@ def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: S
     return ids[len(prompt_ids) :]
 
 
-def _sub_blocks(
+def sub_blocks_of(
     weights: Weights, layer: int, config: ReferenceConfig, sight: Sight | None, record: list[Routed] | None
 ) -> dict[str, SubBlock]:
     """Return the sub-blocks h_i of a layer by kind, in order: norm, then the sum of its parts, without the residual."""

@@ -63,7 +63,7 @@ def names(rows: list[Row], column: int) -> list[str]:
 def test_the_page_lists_every_field_and_curve_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], everything: bool
 ) -> None:
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16".split()
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --mtp-num-layers 1".split()
     curves = ["--tensorboard-dir", str(tmp_path)]
     run = run_of([*RECIPE, *curves, *(experts + ALL_LOSSES if everything else [])], 1)
     log_a_step(run, tmp_path, everything)

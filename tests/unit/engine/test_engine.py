@@ -58,7 +58,7 @@ def kernels_of_a_stage(
     mask = torch.ones(2, 12)
     batches = [(ids[:, :-1], ids[:, 1:], mask, None, torch.tensor([12, 9]), None)] * micro_batches
     with Kernels() as kernels:
-        engine.run_passes(batches, trains=True, scales=LossScales(*torch.ones(2, dtype=torch.float64)))
+        engine.run_passes(batches, trains=True, scales=LossScales(*torch.ones(3, dtype=torch.float64)))
     kernels.counts.pop("fill_", None)
     return kernels.counts
 

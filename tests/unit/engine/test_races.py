@@ -68,7 +68,7 @@ class Rank:
         engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
-                engine.train([self.batch] * micro_batches, LossScales(torch.ones(()), torch.ones(())))
+                engine.train([self.batch] * micro_batches, LossScales(*torch.ones(3)))
                 sum_partial_gradients(self.optimizer.gradients(), self.mesh, torch.device("cpu"))
                 for _, gradient in self.optimizer.gradients():
                     gradient.mul_(0.5)
@@ -144,7 +144,7 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     engine.passes = CapturedPasses(model, optimizer, CommGroup.alone(), measures=False)
     ids = torch.randint(0, 101, (2, 13))
     batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
-    scales = LossScales(torch.ones(()), torch.ones(()))
+    scales = LossScales(*torch.ones(3))
 
     with checker:
         for _ in range(4):

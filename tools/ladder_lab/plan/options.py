@@ -57,6 +57,8 @@ def _model_problems(model: str, given: Sequence[str]) -> Iterator[Problem]:
         except ValueError as error:
             reason = "{}: {error}; or a Hugging Face directory or its config.json"
             yield Problem({"model": model}, reason, error=error)
+    if "mtp_num_layers" in given:
+        yield Problem({"mtp_num_layers": None}, "{}: plans do not include a drafting head", "leave it out")
     names = [name for name in given if name in _MODEL_FLAGS]
     if names and "model" in given:
         yield Problem({"model": None}, f"{{}} and {{{names[0]}}} exclude each other", "give one of them")
@@ -262,7 +264,7 @@ def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) 
             raise UserError(
                 f"--model {path}: cannot be read ({error.strerror}): give a Hugging Face directory or its config.json"
             ) from None
-        name, model = options.model, model_config_from_hf(json_object(path, content), str(path))
+        name, model = options.model, model_config_from_hf(json_object(path, content), str(path)).without_mtp
     else:
         name, model = options.model, find_size(options.model)
     return name, replace(model, max_position_embeddings=max(model.max_position_embeddings, length))

@@ -1,0 +1,91 @@
+"""The drafting head (multi-token prediction, arXiv 2404.19737 and DeepSeek-V3's): predicts the token after the next.
+
+    token i + 1 -> embedding -> norm --+
+                                       +-> [2 h] -> eh_proj -> [h] -> a layer -> norm -> output head: token i + 2
+    stream after the last layer, i -> norm
+
+Embedding and output head are those of the model. The layer is a stack of one. Layouts as in `language_model.py`.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.blueprint.specs import TensorSpec
+from megatron_ladder.blueprint.tensors import MTPTensors
+from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import BuildContext
+from megatron_ladder.model.stack import StackOptions, TransformerStack
+from megatron_ladder.model.stats import PassStats
+from megatron_ladder.model.sub_block import SequenceContext
+from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.parallel.vocabulary import IGNORED
+
+
+class _WholeLinear(ParallelModule):
+    """A product of the stream with a matrix that every tensor-parallel rank holds."""
+
+    weight: nn.Parameter
+
+    def __init__(self, build: BuildContext, tensor: TensorSpec) -> None:
+        super().__init__(build)
+        self.linear = build.linear
+        self.add_parameter("weight", [tensor], build, build.mesh.stream.shards > 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight, None)
+
+
+class DraftingHead(nn.Module):
+    """This rank's slices of a drafting head, without embedding and output head."""
+
+    def __init__(self, build: BuildContext, tensors: MTPTensors, options: StackOptions) -> None:
+        """`options.recompute_layers` is 1 to recompute the layer."""
+        super().__init__()
+        config = build.config.mtp_config
+        self.enorm = RMSNorm(build, tensors.enorm)
+        self.hnorm = RMSNorm(build, tensors.hnorm)
+        self.eh_proj = _WholeLinear(build, tensors.eh_proj)
+        layer = range(config.num_layers - 1, config.num_layers)
+        self.stack = TransformerStack(replace(build, config=config), [layer], options)
+        self.final_norm = RMSNorm(build, tensors.final_norm)
+
+    def forward(
+        self, next_embeddings: Tensor, hidden_states: Tensor, context: SequenceContext
+    ) -> tuple[Tensor, PassStats]:
+        """Return what the output head reads, [s, b, h], and what the layer's pass counts.
+
+        Args:
+            next_embeddings: the embedding of the token after each, in the layout of the stream.
+            hidden_states: the complete stream after the last layer, or its norm.
+        """
+        both = torch.cat((self.enorm(next_embeddings), self.hnorm(hidden_states)), dim=-1)
+        state, stats = self.stack(self.eh_proj(both).unsqueeze(0), context)
+        return self.final_norm(state[0]), stats
+
+
+def shift_targets(
+    labels: Tensor, loss_mask: Tensor | None, document_bounds: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the labels and the loss mask of the drafting head for those of the model, [b, s].
+
+    The label of a position is that of the next one, and counts as much, if both are in the same document. Otherwise,
+    it is ignored.
+
+    Args:
+        document_bounds: see `LanguageModel.training_context`, on the device of the labels.
+    """
+    shifted = _shift(labels, IGNORED)
+    if document_bounds is not None:
+        shifted.view(-1)[document_bounds[1:].long() - 1] = IGNORED
+    return shifted, None if loss_mask is None else _shift(loss_mask, 0).masked_fill_(shifted == IGNORED, 0)
+
+
+def shift_tokens(tokens: Tensor) -> Tensor:
+    """Return the token after each, [b, s]; after the last one of a row 0, which no counted position reads."""
+    return _shift(tokens, 0)
+
+
+def _shift(values: Tensor, last: int) -> Tensor:
+    return torch.cat((values[:, 1:], torch.full_like(values[:, :1], last)), dim=1)
