@@ -35,11 +35,12 @@ def register() -> None:
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.deployment import DeploymentRules, ModelSizes
+    from megatron_ladder_vllm.deployment import HYBRID, DeploymentRules, ModelSizes
 
     # transformers prefers a registered class to the code in the model's directory, so that code is never run.
     AutoConfig.register(MegatronLadderConfig.model_type, MegatronLadderConfig, exist_ok=True)
-    # By name: importing the module would initialise CUDA before vLLM forks.
-    ModelRegistry.register_model(_ARCHITECTURE, f"megatron_ladder_vllm.model:{_ARCHITECTURE}")
-    MODELS_CONFIG_MAP[_ARCHITECTURE] = DeploymentRules
+    for architecture in (_ARCHITECTURE, HYBRID):
+        # By name: importing the module would initialise CUDA before vLLM forks.
+        ModelRegistry.register_model(architecture, f"megatron_ladder_vllm.model:{architecture}")
+        MODELS_CONFIG_MAP[architecture] = DeploymentRules
     MODEL_ARCH_CONFIG_CONVERTORS[MegatronLadderConfig.model_type] = ModelSizes

@@ -8,6 +8,7 @@ vLLM captures whole steps or none.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.vllm import OptimizationLevel
@@ -22,10 +23,20 @@ _WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _GPT_OSS_ACTIVATION = (True, 7.0, 1.0)
 _READ_INNER_STATES = ("eagle3", "dflash", "dspark", "extract_hidden_states")
 """Methods of speculative decoding that read the residual stream between layers, where outputs are missing."""
+GATED_DELTA_DTYPES_ON_CPU = (torch.bfloat16,)
+"""Types for which vLLM has kernels of gated DeltaNet on a CPU."""
+HYBRID = "MegatronLadderHybridForCausalLM"
+"""The class of models with gated DeltaNet; vLLM asks a class, not a model, whether it has states."""
 
 
 class ModelSizes(ModelArchConfigConvertorBase):
-    """The sizes of a model for vLLM, whose own rules know latent attention by a list of types."""
+    """The class and sizes of a model for vLLM, whose own rules know latent attention by a list of types."""
+
+    def get_architectures(self) -> list[str]:
+        """Return the name of the model's class, which vLLM also reads from the configuration when it loads weights."""
+        if self.hf_config.has_linear_attention:
+            self.hf_config.architectures = [HYBRID]
+        return super().get_architectures()
 
     def is_deepseek_mla(self) -> bool:
         """Return whether the cache holds latents. vLLM's kernels for CPUs take only those of DeepSeek."""
@@ -52,6 +63,9 @@ class DeploymentRules(VerifyAndUpdateConfig):
         conflicts = [*_conflicts_of_ranks(vllm_config), *_conflicts_of_features(vllm_config)]
         if conflicts:
             raise ValueError("\n".join(conflicts))
+        config, cache = vllm_config.model_config.hf_config, vllm_config.cache_config
+        if config.has_linear_attention and cache.mamba_ssm_cache_dtype == "auto":
+            cache.mamba_ssm_cache_dtype = config.mamba_ssm_dtype
         compilation = vllm_config.compilation_config
         # If attention divided the graph, vLLM would fall back to piecewise graphs.
         compilation.splitting_ops = []
@@ -101,6 +115,11 @@ def _conflicts_of_ranks(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if config.lane_count and not config.lanes:
         yield f"residual_mode {config.residual_mode!r}: the plugin cannot serve this wiring; use tools/generate.py"
+    if config.has_linear_attention and config.linear_num_key_heads % parallel.tensor_parallel_size:
+        yield (
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}: vLLM divides the {config.linear_num_key_heads} "
+            "key heads of gated DeltaNet among the ranks: use a divisor of that number"
+        )
     for option, ranks in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
@@ -126,6 +145,9 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
         yield "--fully-sharded-loras: its collectives would run at the same time as all-reduces of the ranks; omit it"
     if lora is not None and config.kv_lora_rank:
         yield "--enable-lora: vLLM's latent attention would ignore adapters of kv_b_proj; merge them and omit it"
+    dtype = vllm_config.model_config.dtype
+    if config.has_linear_attention and current_platform.is_cpu() and dtype not in GATED_DELTA_DTYPES_ON_CPU:
+        yield f"--dtype {dtype}: on a CPU, vLLM computes gated DeltaNet in bfloat16 only; use --dtype bfloat16"
     if speculative is not None and speculative.method in _READ_INNER_STATES:
         yield (
             f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
@@ -174,7 +196,7 @@ def _attends_with_flash_attention_3(vllm_config: VllmConfig) -> bool:
     then use their kernel for prompts, which reads a long cache with one block of threads for each head.
     """
     attention = vllm_config.attention_config
-    if vllm_config.model_config.use_mla:
+    if vllm_config.model_config.use_mla or vllm_config.model_config.hf_config.has_linear_attention:
         return False
     if not current_platform.is_cuda() or attention.backend not in (None, AttentionBackendEnum.FLASH_ATTN):
         return False

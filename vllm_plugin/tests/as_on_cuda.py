@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.platforms.cpu import CpuPlatform
 
 OPERATORS_OF_CUDA = (
@@ -95,6 +96,7 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
     with (
         patch.object(CpuPlatform, "check_and_update_config", classmethod(check_but_compile)),
         patch.object(MoERunner, "_select_forward", select_operator),
+        patch.object(QwenGatedDeltaNetAttention, "forward_cpu", QwenGatedDeltaNetAttention.forward_cuda),
         patch.object(in_flight, "asynchronous", late),
     ):
         yield

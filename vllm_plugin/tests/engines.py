@@ -8,17 +8,18 @@ import gc
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
 from megatron_ladder_vllm.deployment import ModelSizes
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs, on_side_stream
-from megatron_ladder_vllm.model import LadderDecoderLayer
+from megatron_ladder_vllm.model import LadderDecoderLayer, MegatronLadderHybridForCausalLM
 from torch.profiler import ProfilerActivity, profile, record_function
 from vllm import LLM, SamplingParams, envs
 from vllm.compilation.counter import compilation_counter
@@ -26,9 +27,14 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import _group_name_counter, destroy_model_parallel
 from vllm.lora.request import LoRARequest
 
+from vllm_plugin.tests import delta_rule
 from vllm_plugin.tests.as_on_cuda import as_on_cuda
 from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
 from vllm_plugin.tests.streams import PlayedStreams
+
+delta_rule.install()
+# vLLM's Qwen3.5 imports what resizes images, with torchvision, which this environment lacks.
+sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = Mock()
 
 ON_CUDA = ("pieces", "whole")
 GROUPS = ("tp", "pp", "ep")
@@ -168,6 +174,24 @@ def adapted_tokens(folder: Path, adapter: Path) -> tuple[list[list[int]], list[l
     return continued(llm, make_prompts())[0], continued(llm, make_prompts(), LoRARequest("adapter", 1, str(adapter)))[0]
 
 
+def states(folder: Path, options: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return shapes and types of the states of a sequence: of each layer, and those for which vLLM plans its cache."""
+    llm = build(folder, **options)
+
+    def states_of_layers(model: torch.nn.Module) -> list[Any]:
+        layers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+        return [
+            ([tuple(state.shape[1:]) for state in layer.kv_cache], [state.dtype for state in layer.kv_cache])
+            for layer in layers
+        ]
+
+    (found,) = llm.apply_model(states_of_layers)
+    config = llm.llm_engine.vllm_config
+    planned = MegatronLadderHybridForCausalLM.get_mamba_state_shape_from_config(config)
+    dtypes = MegatronLadderHybridForCausalLM.get_mamba_state_dtype_from_config(config)
+    return found, (list(planned), list(dtypes))
+
+
 def quantised_tokens(folder: Path) -> tuple[list[list[int]], set[str]]:
     """Continue all prompts in bfloat16; return the tokens and the names of the methods of the layers' linears."""
     llm = build(folder, dtype="bfloat16")
@@ -184,8 +208,10 @@ OPERATIONS = {
     "_C::onednn_mm": "m",
     "_C::cpu_fused_moe": "e",
     "vllm::unified_attention_with_output": "a",
+    "vllm::cpu_gdn_attention_core": "d",
+    "vllm::qwen_gdn_attention_core": "d",
 }
-"""Name in the profiler -> letter: products, routed experts, attention."""
+"""Name in the profiler -> letter: products, routed experts, attention, gated DeltaNet."""
 
 
 def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
@@ -220,7 +246,7 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
         found, _ = continued(llm, make_prompts())
     events = sorted(recorded.events(), key=lambda event: event.time_range.start)
     names = (OPERATIONS.get(event.name, event.name) for event in events)
-    steps = " ".join(name for name in names if re.fullmatch(r"[rmea]|[sw]\d+", name))
+    steps = " ".join(name for name in names if re.fullmatch(r"[rmead]|[sw]\d+", name))
     # The last product is the head's.
     return found, [part.rsplit("m", 1)[0] for part in steps.split("r")[1:]]
 

@@ -115,7 +115,37 @@ _GPT_OSS: dict[str, Any] = {
     **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 32},
     "yarn_correction_range_round_to_int": False,
 }
+_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_layers": (0, 2),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "rotary_percent": 0.25,
+}
+_ON_CPU: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+"""Widths for which vLLM has kernels of gated DeltaNet for CPUs."""
+_DELTA_EXPERTS: dict[str, Any] = _DELTA | _EXPERTS | {"moe_layers": (0, 1, 2), "moe_shared_expert_gate": True}
+DELTA: dict[str, dict[str, Any]] = {
+    "delta-ladder": WIRINGS["ladder"] | _DELTA,
+    "delta-some-late": WIRINGS["hybrid"] | _DELTA | {"linear_attention_layers": (0, 1)},
+    "delta-parallel": WIRINGS["ladder-parallel"] | _DELTA,
+    "delta-attention": WIRINGS["ladder-attention"] | _DELTA,
+    "delta-farskip": EXPERTS["experts-farskip"] | _DELTA_EXPERTS,
+    "delta-longcat": EXPERTS["experts-longcat"] | _DELTA,
+}
+"""Gated DeltaNet in some layers, and the attention of Qwen3.5 in others."""
+DELTA_ON_CPU: dict[str, dict[str, Any]] = {
+    "delta-cpu": WIRINGS["ladder"] | _DELTA | _ON_CPU,
+    "qwen3-5-cpu": _DELTA | _ON_CPU,
+}
 PLAIN: dict[str, dict[str, Any]] = {
+    "qwen3-5": _DELTA,
+    "qwen3-5-moe": _DELTA_EXPERTS,
     "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
     "hy3": _EXPERTS | _HY3 | {"moe_layers": (1, 2)},
     "gpt-oss": _GPT_OSS,
@@ -176,7 +206,7 @@ def write_everything(folder: Path) -> None:
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
-    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT | WINDOWS
+    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT | WINDOWS | DELTA | DELTA_ON_CPU
     changes |= {"cached-latents": CACHED_LATENTS}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.

@@ -29,10 +29,21 @@ ORDER = {
     "experts-longcat": "A s0 w0 R s1 M s2 w2 A s3 w3 M s4 w1 w4 A s5 w5 M s6 w6 A s7 w7 M s8 w8 "
     "A s9 w9 R s10 M s11 w11 A s12 w12 M s13 w10 w13",
     "latent-farskip": "L M s0 R s1 w0 L w1 M s2 w2 L M s3 R s4 w3 w4",
+    "delta-ladder": "D s0 M s1 w0 G s2 w1 M s3 w2 D s4 w3 M s5 w4 w5",
+    "delta-farskip": "D E s0 R s1 w0 G w1 E s2 R s3 w2 D w3 E s4 R s5 w4 w5",
 }
-"""A is attention, L latent attention with a gate, M an MLP or shared expert, R the routed experts; `s` is a launch and
-`w` a wait, each with the number of its launch."""
-OPERATIONS = {"A": "a m m", "L": "a m m m m m", "M": "m m", "R": "e m"}
+"""A is attention, G attention with a gate, L latent attention with one, D gated DeltaNet, M an MLP or shared expert,
+E a shared expert with a gate, R the routed experts; `s` is a launch and `w` a wait, each with the number of its launch.
+"""
+OPERATIONS = {
+    "A": "a m m",
+    "G": "a m m m",
+    "L": "a m m m m m",
+    "D": "d m m m",
+    "M": "m m",
+    "E": "m m m",
+    "R": "e m",
+}
 """What each runs, in any order: attention and experts of vLLM (`a`, `e`) and products (`m`), as of the router."""
 
 
@@ -59,7 +70,7 @@ def test_order(model: str, mode: str, models: Path, references: Any, ranks: Any)
 
 def expected_order(model: str) -> str:
     """Return what each pass of a model runs, by the names of single operations."""
-    return by_interval(re.sub("[ALMR]", lambda letter: OPERATIONS[letter[0]], ORDER[model]))
+    return by_interval(re.sub("[A-Z]", lambda letter: OPERATIONS[letter[0]], ORDER[model]))
 
 
 def by_interval(steps: str) -> str:

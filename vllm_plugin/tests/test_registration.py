@@ -71,6 +71,8 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ("desync", {}, {}, "residual_mode 'desync': the plugin cannot serve this wiring"),
     ("lanes", {}, {}, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
     ("lanes", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2: .*: use 1"),
+    ("delta-ladder", {"tensor_parallel_size": 4}, {}, "--tensor-parallel-size 4: .* 2 key heads .*: use a divisor"),
+    ("delta-ladder", {"dtype": "float16"}, {}, "--dtype torch.float16: on a CPU, .* use --dtype bfloat16"),
     ("experts-ladder", {"data_parallel_size": 2}, {}, "--data-parallel-size 2: .* 6 experts; use 1"),
     ("experts-ladder", {"hf_overrides": {"swiglu_limit": 5.0}}, {}, "swiglu_limit 5.0, .* the activation of gpt-oss"),
     ("experts-ladder", {}, _TF32, "VLLM_FLOAT32_MATMUL_PRECISION=high: the router would choose other experts"),
@@ -174,9 +176,9 @@ def test_graphs_contain_whole_steps(
     assert one(selected_graphs, models / "ladder", options, flash_attention) == [(graphs, [])]
 
 
-def test_graphs_of_a_cache_of_latents_contain_decode_steps(models: Path, one: Any) -> None:
-    options = {"dtype": "bfloat16"}
-    assert one(selected_graphs, models / "cached-latents", options, 3) == [("FULL_DECODE_ONLY", [])]
+@pytest.mark.parametrize("model", ["cached-latents", "delta-ladder"])
+def test_graphs_of_other_caches_contain_decode_steps(model: str, models: Path, one: Any) -> None:
+    assert one(selected_graphs, models / model, {"dtype": "bfloat16"}, 3) == [("FULL_DECODE_ONLY", [])]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_plugin.tests.models import (
+    DELTA,
     EXPERT_VARIANTS,
     EXPERTS,
     LANES,
@@ -23,7 +24,7 @@ from vllm_plugin.tests.test_order import ORDER
 
 _ON_CPU = ("eager", "compiled")
 _ON_CUDA = ("pieces", "whole")
-_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *PLAIN, *LATENT, *WINDOWS)
+_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *PLAIN, *LATENT, *WINDOWS, *DELTA)
 
 
 def _cases() -> Iterator[Any]:
@@ -91,6 +92,7 @@ _STAGED = [
     ("experts-farskip", "1,2"),
     ("experts-shortcut", "2,1"),
     ("latent-farskip", "2,1"),
+    ("delta-ladder", "1,2"),
 ]
 
 
@@ -131,7 +133,7 @@ def test_tokens_with_experts_divided_among_the_ranks(
         assert tokens == references[model]
 
 
-@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *LATENT, *WINDOWS])
+@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS, *LATENT, *WINDOWS, *DELTA])
 def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
     module = exported(models / model)
     for prompt, tokens in zip(make_prompts(), references[model], strict=True):
