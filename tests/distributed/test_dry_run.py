@@ -20,7 +20,7 @@ from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import LATENT
+from tests.helpers.steps import DELTA, LATENT
 from tests.helpers.training import SIZES, build_trainer_here
 
 RECIPE = [*SIZES, *"--train-iters 9 --lr 1e-3 --bf16 --residual-mode ladder --vocab-size 101".split()]
@@ -61,6 +61,7 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
         "--zero-stage 3",
         "--tensor-model-parallel-size 2 --num-experts 4 --moe-layers 1-2 --moe-router-enable-expert-bias",
         f"--tensor-model-parallel-size 2 {LATENT} --q-lora-rank 12 --attention-output-gate --sequence-parallel",
+        f"--tensor-model-parallel-size 2 {DELTA} --linear-num-key-heads 1 --attention-output-gate --sequence-parallel",
     ],
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
@@ -158,6 +159,18 @@ def test_memory_of_latents_is_that_of_the_planner(capsys: pytest.CaptureFixture[
     words = (
         "--tensor-model-parallel-size 4 --kv-lora-rank 512 --q-lora-rank 768 --qk-nope-head-dim 96 "
         f"--qk-rope-head-dim 32 --v-head-dim {value} --attention-output-gate --hidden-size 512 --ffn-hidden-size 512"
+    )
+    assert_planned_memory(capsys, 4, words, samples=8)
+
+
+@pytest.mark.parametrize(
+    "sizes", ["", pytest.param("--linear-key-head-dim 64 --linear-num-key-heads 2", marks=pytest.mark.slow)]
+)
+def test_memory_of_gated_delta_is_that_of_the_planner(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
+    """Most is what backward recomputes of a layer."""
+    words = (
+        "--tensor-model-parallel-size 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+        f"--hidden-size 512 --ffn-hidden-size 512 --num-attention-heads 8 --seq-length 1024 {sizes}"
     )
     assert_planned_memory(capsys, 4, words, samples=8)
 

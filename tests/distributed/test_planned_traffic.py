@@ -20,6 +20,10 @@ SIZES = (
 ).split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512"
 LATENTS = "--kv-lora-rank 96 --q-lora-rank 64 --qk-nope-head-dim 48 --qk-rope-head-dim 16 --v-head-dim 32"
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 8"
+)
 TOLERANCE = 0.005
 """Collectives of a few numbers that the planner leaves out."""
 KINDS = {
@@ -121,6 +125,14 @@ CLUSTERS = {
         5,
         "--bf16 --residual-mode ladder --num-layers 2 --num-query-groups 2 --add-qkv-bias "
         "--tensor-model-parallel-size 8",
+    ),
+    "key heads of gated DeltaNet on several ranks": Cluster(
+        8,
+        4,
+        f"--bf16 --residual-mode farskip --num-layers 4 {DELTA} {EXPERTS} --moe-shared-expert-intermediate-size 512 "
+        "--moe-shared-expert-gate --attention-output-gate --num-query-groups 2 --tensor-model-parallel-size 4 "
+        "--pipeline-model-parallel-size 2",
+        is_slow=True,
     ),
     "no tensor parallelism": Cluster(
         16,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _FIRST_DECAYS = (0.01, 16.0)
 """Bounds of the initial factors of the decay, whose logarithms are trained."""
+CHUNK = 64
+"""Tokens that training and prompts compute together."""
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,14 @@ class GatedDelta(Mixer):
     def kept_numbers(self, ranks: int) -> int:
         """See `Mixer.kept_numbers`: backward starts from the projections."""
         return 0
+
+    def recomputed_numbers(self, ranks: int) -> int:
+        """See `Mixer.recomputed_numbers`. The factors are fitted to the peak of allocations in backward."""
+        config = self.config
+        value_heads = config.linear_num_value_heads // ranks
+        key_heads = max(1, config.linear_num_key_heads // ranks)
+        keys, values = key_heads * config.linear_key_head_dim, value_heads * config.linear_value_head_dim
+        # For each value head: keys with its decays, triangles, and the matrix before each chunk.
+        matrix = config.linear_key_head_dim * config.linear_value_head_dim
+        of_head = 3 * config.linear_key_head_dim + 8 * CHUNK + matrix // CHUNK
+        return 15 * keys + 14 * values + value_heads * of_head

@@ -112,6 +112,13 @@ class Mixer(ABC):
         The projections, and the input of the output product, are not among them.
         """
 
+    def recomputed_numbers(self, ranks: int) -> int:
+        """Return how many fp32 numbers of each token one of so many ranks has at once while backward recomputes them.
+
+        They exist in one layer at a time.
+        """
+        return 0
+
     def decode_flops(self, positions: float) -> float:
         """Return the operations for one token, as generation computes it."""
         return self.flops(1, positions)

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ladder.blueprint.mixers.gated_delta import CHUNK
 from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.mixers.mixer import Heads, States
@@ -47,8 +48,6 @@ from megatron_ladder.model.sub_block import SequenceContext
 
 _LENGTH_EPSILON = 1e-6
 """What is added to the squared length of queries and keys."""
-CHUNK = 64
-"""Tokens of a chunk."""
 
 
 class DeltaInputs(NamedTuple):

@@ -34,7 +34,8 @@ The loss has the logits of one chunk of c tokens at a time, at most 12 bytes for
 copy and softmax, and the gradient of the previous chunk's.
 
 While backward runs through routed experts, it needs 9 k f / t + k h numbers for each token; with whole experts, whose
-rows no host counts, 9 k f + k h.
+rows no host counts, 9 k f + k h. Gated DeltaNet keeps its projections and its output; backward recomputes the rest in
+fp32, about ten times as many numbers as the projections, in one layer at a time.
 
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once. The outputs that cross
 a cut with the stream are kept with it. Under a pass, up to four more states and gradients arrive, are read or are sent.
@@ -151,6 +152,8 @@ class _LayerNumbers(NamedTuple):
     """Numbers per token that a rank keeps inside the sub-blocks."""
     temporary: float
     """Numbers per token that exist at once while backward runs through routed experts; other sub-blocks need few."""
+    recomputed: int
+    """Numbers per token, in fp32, that exist at once while backward recomputes a mixer's."""
 
 
 @lru_cache(maxsize=256)
@@ -164,6 +167,7 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool, opt
                 sum(_moments(spec, tensor, optimizer) for sub_block in layer for spec in sub_block.tensors),
                 sum(_kept_inside(branch, tensor, whole_experts) for branch in branches),
                 max(_temporary(branch, tensor, whole_experts) for branch in branches),
+                max(branch.mixer.recomputed_numbers(tensor) if branch.mixer else 0 for branch in branches),
             )
         )
     return numbers
@@ -406,7 +410,7 @@ def stage_memory(
     numbers = _numbers_of_stage(model, layout, stage)
     if layout.recompute:
         activations += sum(pools) * tokens * size * max(layer.activations for layer in numbers)
-    temporary = tokens * size * max(layer.temporary for layer in numbers)
+    temporary = tokens * max(max(size * layer.temporary, FP32_BYTES * layer.recomputed) for layer in numbers)
     activations += sum(pools) * temporary
     if stage == layout.pipeline - 1:
         rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -82,6 +82,14 @@ def test_activations_are_those_of_a_real_forward_pass(
 
 LATENT = {"num_key_value_heads": 1, "kv_lora_rank": 80, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
 GATE = {"attention_output_gate": True}
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_layers": (0, 1),
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 @pytest.mark.parametrize("wiring", ["farskip", "ladder-parallel"])
@@ -93,9 +101,10 @@ GATE = {"attention_output_gate": True}
         LATENT | {"q_lora_rank": 48, "v_head_dim": 32} | GATE,
         LATENT | {"v_head_dim": 32} | GATE,
         LATENT | {"v_head_dim": 16} | GATE,
+        DELTA | GATE,
     ],
 )
-def test_activations_of_latents_and_gates_are_those_of_a_real_forward_pass(kind: dict[str, int], wiring) -> None:
+def test_activations_of_other_mixers_are_those_of_a_real_forward_pass(kind: dict[str, Any], wiring) -> None:
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_layers": (2,)} if wiring == "farskip" else {}
     model = NAMED_WIRINGS[wiring].of(replace(SMALL, **kind, **experts), 1)
     counted = _layers_activation_bytes(model, Layout(micro_batch=2), 0, 128, "bf16")
@@ -144,10 +153,30 @@ def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precisi
     assert counted == pytest.approx(memory.peak, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "widths", [{}, {"linear_key_head_dim": 64}, {"linear_value_head_dim": 256}, {"linear_num_key_heads": 8}]
+)
+def test_backward_recomputes_as_many_numbers_of_a_mixer_as_declared(widths: dict[str, int]) -> None:
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 16}
+    model = replace(SMALL, **DELTA | sizes | widths)
+    options, device = StackOptions(operations=FUSED), torch.device("meta")
+    with device:
+        module = LanguageModel(model, ProcessMesh.single(), options, dtype=torch.bfloat16, device=device)
+    body: Any = module.stack.sub_blocks()[0].body
+    context = module.training_context(torch.empty(2, 512, dtype=torch.int64, device=device))
+    projected = torch.empty(512, 2, sum(body.heads.widths), dtype=torch.bfloat16, device=device, requires_grad=True)
+    with LiveBytes() as memory:
+        mixed = body.heads(projected, context)
+        mixed.backward(torch.empty_like(mixed))
+    assert 4 * 1024 * model.mixer_of(0).recomputed_numbers(1) == pytest.approx(memory.peak, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("wiring", ["ladder", "parallel"])
-@pytest.mark.parametrize("kind", [{"qk_layernorm": True}, LATENT | GATE | {"q_lora_rank": 48, "v_head_dim": 16}])
-def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, wiring) -> None:
+@pytest.mark.parametrize(
+    "kind", [{"qk_layernorm": True}, LATENT | GATE | {"q_lora_rank": 48, "v_head_dim": 16}, DELTA | GATE]
+)
+def test_parameters_are_those_of_the_modules(kind: dict[str, Any], tensor: int, wiring) -> None:
     model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), vocab_size=200, add_qkv_bias=True, **kind)
     replicas = {count: CommGroup(range(count), 0, None) for count in head_replicas(model, tensor)}
     mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), head_replicas=replicas)
@@ -155,7 +184,8 @@ def test_parameters_are_those_of_the_modules(kind: dict[str, int], tensor: int, 
         module = LanguageModel(model, mesh, device=torch.device("meta"))
     parameters = sum(parameter.numel() for parameter in module.parameters())
     assert stage_parameters(model, Layout(tensor=tensor), 0) == parameters
-    matrices = sum(parameter.numel() for parameter in module.stack.parameters() if parameter.dim() > 1)
+    parts = module.stack.named_parameters()
+    matrices = sum(part.numel() for name, part in parts if part.dim() > 1 and "filters" not in name)
     assert _stage_moments(model, Layout(tensor=tensor), 0) == 2 * parameters
     assert _stage_moments(model, Layout(tensor=tensor, optimizer="muon"), 0) == 2 * parameters - matrices
 
