@@ -57,20 +57,25 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
     )
 
 
-def _qwen_hybrid(sizes: str, value_heads: int, **more: Any) -> ModelConfig:
+def _hybrid(sizes: str, value_heads: int, **more: Any) -> ModelConfig:
     layers = int(sizes.split("x")[0])
     return _shape(
         sizes,
-        head_dim=256,
-        rotary_percent=0.25,
         qk_layernorm=True,
-        apply_layernorm_1p=True,
         attention_output_gate=True,
         experimental_attention_variant="gated_delta_net",
         linear_attention_layers=tuple(layer for layer in range(layers) if (layer + 1) % 4),
         linear_num_value_heads=value_heads,
         **more,
     )
+
+
+def _qwen_hybrid(sizes: str, value_heads: int, **more: Any) -> ModelConfig:
+    return _hybrid(sizes, value_heads, head_dim=256, rotary_percent=0.25, apply_layernorm_1p=True, **more)
+
+
+def _study_hybrid(sizes: str, width: int) -> ModelConfig:
+    return _hybrid(sizes, 2, linear_num_key_heads=1, linear_key_head_dim=width, linear_value_head_dim=width)
 
 
 def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) -> dict[str, Any]:
@@ -85,20 +90,6 @@ def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) 
     }
 
 
-def _gated_delta(layers: int, heads: int, width: int) -> dict[str, Any]:
-    """Return gated DeltaNet in three of four layers, with so many key heads and twice as many value heads."""
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_layers": tuple(layer for layer in range(layers) if (layer + 1) % 4),
-        "linear_num_key_heads": heads,
-        "linear_num_value_heads": 2 * heads,
-        "linear_key_head_dim": width,
-        "linear_value_head_dim": width,
-        "attention_output_gate": True,
-        "qk_layernorm": True,
-    }
-
-
 SIZES: dict[str, ModelConfig] = {
     "small": _shape("8x1024x1408x16x16x4096"),
     "small-llama": _shape("8x1024x2816x16x4x4096"),
@@ -107,8 +98,8 @@ SIZES: dict[str, ModelConfig] = {
     "small-moe-train": _shape("6x512x704x8x8x2048", **_experts(8, 2, 256, range(6), 192)),
     "study-moe-smaller": _shape("8x24x48x2x2x512", **_experts(16, 2, 24, range(8), 24)),
     "study-moe": _shape("8x48x96x2x2x512", **_experts(16, 2, 48, range(8), 48)),
-    "study-hybrid-smaller": _shape("8x16x48x2x2x512", **_gated_delta(8, 1, 16)),
-    "study-hybrid": _shape("8x24x72x2x2x512", **_gated_delta(8, 1, 24)),
+    "study-hybrid-smaller": _study_hybrid("8x16x48x2x2x512", 16),
+    "study-hybrid": _study_hybrid("8x24x72x2x2x512", 24),
     "paper-1.2b": _shape("40x1536x4096x24x24x49152"),
     "paper-1.5b": _shape("52x1536x4096x24x24x49152"),
     "paper-3.5b": _shape("40x2304x9216x36x36x49152"),
