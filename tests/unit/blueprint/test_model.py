@@ -169,6 +169,62 @@ def test_tensor_parallel_ranks_must_share_evenly() -> None:
     assert [head_replicas(resolve(num_key_value_heads=2, **delta)[0], t) for t in (2, 4, 8)] == [(), (2,), (2, 4)]
 
 
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"linear_num_value_heads": 3},
+            "--linear-num-value-heads 3 is not divisible by --linear-num-key-heads 2: every key head serves as many "
+            "value heads",
+        ),
+        (
+            {"linear_num_key_heads": 24},
+            "--linear-num-value-heads 12 is not divisible by --linear-num-key-heads 24: every key head serves as many "
+            "value heads",
+        ),
+        (
+            {"residual_mode": "ladder", "lanes": 4, "num_key_value_heads": 4, "linear_num_value_heads": 6},
+            "--linear-num-value-heads 6 is not divisible by --lanes 4",
+        ),
+    ],
+)
+def test_impossible_hybrids_are_refused(changes: dict[str, Any], message: str) -> None:
+    assert resolve(**DELTA | changes)[1] == [message]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (12, {"num_attention_heads": 24}, ""),
+        (4, {"linear_num_value_heads": 6}, "--linear-num-value-heads 6 is not divisible by {}"),
+        (
+            4,
+            {"linear_num_key_heads": 3},
+            "--linear-num-key-heads 3 and {}: one must divide the other (heads are sharded or replicated)",
+        ),
+        (
+            2,
+            {"residual_mode": "ladder", "lanes": 4},
+            "--linear-attention-layers 0 1 2 with --lanes 4 on {}: the lanes share these weights, so each needs a "
+            "rank: use --tensor-model-parallel-size 4",
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_a_hybrid_are_refused(ranks: int, changes: dict[str, Any], message: str) -> None:
+    sizes = {"num_layers": 4, "num_key_value_heads": 12, "ffn_hidden_size": 960, "hidden_size": 768}
+    config, errors = resolve(**DELTA | sizes | changes)
+    assert not errors
+    assert refused(config, ranks) == [message.format(f"--tensor-model-parallel-size {ranks}")] * bool(message)
+
+
 LATENT: dict[str, Any] = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
