@@ -18,6 +18,7 @@ from megatron_ladder.model.mixers.gated_delta import (
     DeltaOperands,
     _delta_chunks,
     _delta_step,
+    _gated_norm,
     _split_heads,
 )
 from megatron_ladder.model.mixers.mixer import States
@@ -266,6 +267,11 @@ def test_bf16_models_compute_decays_and_states_in_fp32() -> None:
     )
     for part, exact_part in zip(found[3:], exact_parts[3:], strict=True):
         assert (part - exact_part).abs().max() <= 1e-6 * exact_part.abs().max()
+    outputs, gate, weight = (torch.randn(shape, generator=generator) for shape in ((2, 6, 9, 8), (9, 2, 48), (8,)))
+    operands = outputs, gate.bfloat16(), weight.bfloat16()
+    normed, exact_normed = _gated_norm(*operands, 1e-3), _gated_norm(*(part.double() for part in operands), 1e-3)
+    # Rounded once.
+    assert normed.dtype == torch.bfloat16 and ((normed - exact_normed).abs() <= 2**-8 * exact_normed.abs()).all()
     states = States.allocate(config, 1, 1, 8, torch.bfloat16, CPU).tensors[0]
     assert {name: state.dtype for name, state in states.items()} == {
         "convolution": torch.bfloat16,
