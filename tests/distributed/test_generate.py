@@ -36,6 +36,7 @@ from tests.reference import greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
 from tests.unit.generate.tiny_model import (
+    DELTA,
     LATENT,
     MODELS,
     PROMPTS,
@@ -188,8 +189,15 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
 
 ROUTED = {"num_experts": 6, "moe_ffn_hidden_size": 12, "moe_layers": (1, 2)}
 SHARED = ROUTED | {"moe_shared_expert_intermediate_size": 8}
+QWEN3_5 = DELTA | {
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "apply_layernorm_1p": True,
+    "rotary_percent": 0.5,
+    "norm_epsilon": 0.01,
+}
 SHORT = {"rope_original_max_position_embeddings": 8, "rope_beta_fast": 2.0}
-WITH_EXPERTS: dict[str, dict[str, Any]] = {
+LONG: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "glm4_moe": {},
@@ -205,12 +213,14 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "farskip": SHARED,
     "shortcut": SHARED | {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_mscale_all_dim": 0.5} | SHORT,
     "longcat": ROUTED | {"rotary_percent": 0.5},
+    "late hybrid": QWEN3_5 | {"residual_mode": "ladder"},
+    "late hybrid with experts": QWEN3_5 | SHARED | {"residual_mode": "farskip", "moe_shared_expert_gate": True},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Path, gloo_pools: GlooPools) -> None:
+@pytest.mark.parametrize("name", LONG)
+def test_500_tokens_are_those_of_transformers(name: str, tmp_path: Path, gloo_pools: GlooPools) -> None:
     """Models of known types run in transformers' own classes, the others in the exported module."""
     if name in KINDS:
         module = save_model(tmp_path / "hf", name)
@@ -219,7 +229,7 @@ def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Pa
             parameter.data.mul_(1 if parameter.dim() == 1 else 4)
         module.save_pretrained(tmp_path / "hf")
     else:
-        config = tiny_config(**WITH_EXPERTS[name], residual_mode=name, ladder_layers=(0, 1, 2))
+        config = tiny_config(**{"residual_mode": name} | LONG[name], ladder_layers=(0, 1, 2))
         write_checkpoint(tmp_path / "run", config)
         convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
         module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)

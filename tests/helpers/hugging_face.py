@@ -39,10 +39,28 @@ def hf_name(name: str) -> str:
     return name
 
 
+_STACKED_DELTA = {"q_proj.weight": "in_proj_qkv.weight", "q_conv.weight": "conv1d.weight"}
+_DELTA = {f"{ours}_proj.weight": f"in_proj_{theirs}.weight" for ours, theirs in (("gate", "z"), ("b", "b"), ("a", "a"))}
+_DELTA |= {"A_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+
+
 def module_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return canonical weights by the names of a module of transformers, which stacks gates on ups of experts."""
+    """Return canonical weights by the names of a module of transformers.
+
+    It stacks gates on ups of experts, and in gated DeltaNet queries on keys on values.
+    """
     found = {}
+    linear = {name.removesuffix("A_log") for name in weights if name.endswith(".A_log")}
     for name, weight in weights.items():
+        mixer, part = name.rpartition("attention.")[::2]
+        if f"{mixer}attention." in linear:
+            prefix = f"{hf_name(mixer)}linear_attn."
+            if part in _STACKED_DELTA:
+                stack = torch.cat([weights[name.replace("q_", f"{which}_")] for which in "qkv"])
+                found[prefix + _STACKED_DELTA[part]] = stack.unsqueeze(1) if "conv" in part else stack
+            elif part in _DELTA:
+                found[prefix + _DELTA[part]] = weight
+            continue
         if ".experts.gate_proj" in name:
             name, weight = name.replace("gate", "gate_up"), torch.cat([weight, weights[name.replace("gate", "up")]], 1)
         if ".experts.up_proj" not in name:

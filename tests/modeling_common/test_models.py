@@ -59,6 +59,10 @@ WIRINGS["latent"] = WIRINGS["farskip"] | {
     **{"num_key_value_heads": 4, "gated_attention": True},
 }
 WIRINGS["lanes"] = {"ladder_layers": 2, "lanes": 2}
+WIRINGS["delta"] = WIRINGS["gated"] | {
+    **{"layer_types": ["linear_attention", "full_attention"], "rope_parameters": {"partial_rotary_factor": 0.5}},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8},
+}
 
 AutoConfig.register("megatron_ladder", MegatronLadderConfig)
 AutoModel.register(MegatronLadderConfig, modeling.MegatronLadderModel)
@@ -86,6 +90,8 @@ class Tester:
 
 def of_wiring(wiring: dict[str, Any]) -> type[unittest.TestCase]:
     class Tests(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):  # type: ignore[misc]
+        # These tests expect as many attentions as layers.
+        has_attentions = "layer_types" not in wiring
         all_model_classes = (
             modeling.MegatronLadderModel,
             modeling.MegatronLadderForCausalLM,

@@ -417,9 +417,6 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
         "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, GptOssAttention, DeepseekV3Attention],
     }
 
-    # They compute in float32 as in training, in which they can have values that no narrower type has.
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "linear_attn.norm", "linear_attn_2.norm"]
-
     @property
     def _is_stateful(self) -> bool:
         return self.config.has_linear_attention
@@ -483,6 +480,10 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.norm = final_norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = (GptOssRotaryEmbedding if config.has_sinks else Glm4MoeRotaryEmbedding)(config=config)
         self.gradient_checkpointing = False
+        if config.has_linear_attention:
+            # They compute in float32, and files can have them in that type.
+            mixers = ("linear_attn", "linear_attn_2")[: config.attentions_per_layer]
+            self._keep_in_fp32_modules_strict = ["A_log", "dt_bias", *(f"{mixer}.norm" for mixer in mixers)]
         self.post_init()
 
     def forward(

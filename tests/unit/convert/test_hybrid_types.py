@@ -11,23 +11,28 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladder_lab.bench.sizes import SIZES as SHAPES
+from megatron_ladder.api import TextGenerator
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
 from tests.helpers.pairwise import quick_share
 from tests.helpers.runs import errors_of
+from tests.unit.convert.hf_models import opened
 from tests.unit.convert.saved_models import (
     SIZES,
     assert_equal_bits,
     check_round_trip,
     config_of,
     convert,
+    our_logits,
     save_model,
     tensors_of,
 )
-from tests.unit.generate.tiny_model import write_checkpoint
+from tests.unit.generate.tiny_model import PROMPTS, greedy_by_transformers, write_checkpoint
 
 FOUR = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 STACKS = {"save_original_format": False}
@@ -76,7 +81,7 @@ def save_with_vision_tower(path: Path, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_language_models_next_to_a_vision_tower(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    hf, ours, back, cast = (tmp_path / name for name in ("hf", "ours", "back", "cast"))
+    hf, ours, back, late, cast = (tmp_path / name for name in ("hf", "ours", "back", "late", "cast"))
     weights = save_with_vision_tower(hf, kind)
     convert("import", "--hf", hf, "--save", ours, "--verify")
     printed = capsys.readouterr().out
@@ -86,6 +91,12 @@ def test_language_models_next_to_a_vision_tower(tmp_path: Path, kind: str, capsy
     convert("export", "--load", ours, "--hf", back, "--verify")
     assert config_of(back)["model_type"] == kind and "text_config" not in config_of(back)
     assert_equal_bits(tensors_of(back), weights)
+    convert("import", "--hf", hf, "--save", tmp_path / "ladder", "--ladder-layers", "2")
+    convert("export", "--load", tmp_path / "ladder", "--hf", late)
+    fp32 = {name: weight for name, weight in tensors_of(late).items() if weight.dtype == torch.float32}
+    assert_equal_bits(fp32, {name: weight for name, weight in weights.items() if weight.dtype == torch.float32})
+    in_module = AutoModelForCausalLM.from_pretrained(late, trust_remote_code=True, dtype=torch.bfloat16).state_dict()
+    assert_equal_bits({name: in_module[name] for name in fp32}, fp32)
     convert("inspect", hf)
     assert "3 of them in parts that an import drops" in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", cast, "--dtype", "bf16")
@@ -107,6 +118,36 @@ def test_trained_weights_get_the_element_types_of_the_source_again(tmp_path: Pat
     write_checkpoint(trained, checkpoint.model(), masters, hugging_face=checkpoint.manifest["hugging_face"], run=run)
     convert("export", "--load", trained, "--hf", tmp_path / "back")
     assert_equal_bits(tensors_of(tmp_path / "back"), weights)
+
+
+LATE = [
+    ("qwen3_5_text", "ladder"),
+    ("qwen3_5_text", "ladder-attention"),
+    ("qwen3_5_moe_text", "farskip"),
+    ("qwen3_5_moe_text", "shortcut"),
+    ("qwen3_next", "ladder"),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), quick_share(LATE, 2))
+def test_late_imports_have_the_same_logits_and_tokens_in_transformers(tmp_path: Path, kind: str, mode: str) -> None:
+    hf, ours, late, again, back = (tmp_path / name for name in ("hf", "ours", "late", "again", "back"))
+    save_model(hf, kind)
+    convert("import", "--hf", hf, "--save", ours, "--residual-mode", mode, "--ladder-layers", "1,2,3")
+    convert("export", "--load", ours, "--hf", late, "--verify")
+    module, tokens = opened(late), torch.arange(1, 141).view(2, 70)
+    found, expected = our_logits(ours, tokens), module(tokens).logits.detach()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # Another wiring would not do.
+    standard = AutoModelForCausalLM.from_pretrained(hf, experts_implementation="eager")(tokens).logits
+    assert (standard - expected).abs().max() > 1e-2 * expected.abs().max()
+    generated = TextGenerator(ours).engine.generate([GenerationRequest(prompt, 25, GREEDY) for prompt in PROMPTS])
+    assert [generation.ids for generation in generated] == greedy_by_transformers(module, PROMPTS, 25)
+    convert("import", "--hf", late, "--save", again)
+    assert Checkpoint.open(again).model() == Checkpoint.open(ours).model()
+    convert("export", "--load", again, "--hf", back)
+    assert_equal_bits(tensors_of(back), tensors_of(late))
+    assert config_of(back) == config_of(late)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in CASES.values()][::2])

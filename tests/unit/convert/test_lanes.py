@@ -23,10 +23,12 @@ from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.hf_models import (
     BIASES,
+    DELTA,
     EXPERTS,
     GATED,
     GLM,
     LATENT,
+    QWEN3_5,
     SINKS,
     WINDOWS,
     some_tokens,
@@ -104,6 +106,12 @@ WINDOWED = [
     with_experts("shortcut", **SHARED, **WINDOWS | {"window_layers": ALL}),
     with_experts("longcat", **WINDOWS, **SINKS, **GATED),
 ]
+HYBRIDS = [
+    laned("ladder", 1, (1, 2, 4), lanes=0, **QWEN3_5),
+    laned("ladder-attention", 2, lanes=0, **DELTA, **WINDOWS | {"window_layers": (2,)}),
+    laned("ladder", 1, **QWEN3_5),
+    with_experts("farskip", **QWEN3_5, **SHARED, moe_shared_expert_gate=True),
+]
 
 
 def text_of(config: ModelConfig) -> str:
@@ -146,7 +154,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
         module.load_state_dict(module_tensors(weights) | tied)
         copies = 1 if config.softmax_type == "learnable" else 2
-        module.model.rotary_emb = ExactRotary(config.mixer_of(0).rotary_dim, copies)
+        softmax = min({*range(config.num_layers)} - {*config.linear_attention_layers})
+        module.model.rotary_emb = ExactRotary(config.mixer_of(softmax).rotary_dim, copies)
         return module, weights
 
     return build
@@ -196,7 +205,9 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Buil
 
 @pytest.mark.parametrize(
     "config",
-    quick_share([LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4], *WINDOWED], 4),
+    quick_share(
+        [LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4], *WINDOWED, *HYBRIDS], 4
+    ),
     ids=text_of,
 )
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
