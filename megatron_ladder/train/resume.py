@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.wiring import WIRING_FIELDS
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -60,8 +61,7 @@ def with_checkpoint(settings: Settings, checkpoint: Checkpoint) -> Settings:
     left = {"vocab_size"}
     if given.get("residual_mode", model["residual_mode"]) != model["residual_mode"]:
         left |= {*WIRING_FIELDS}
-    if "window_attn_skip_freq" in given:
-        left.add("window_layers")
+    left |= {name for one in section_flags(ModelFlags) if one.field_name in given for name in one.excludes}
     model = {name: value for name, value in model.items() if name not in left}
     taken = {"seq_length"} if settings.values["finetune"] else _taken(settings)
     run = {name: _read(name, recorded[name], checkpoint) for name in recorded if name in taken - given.keys()}
@@ -131,6 +131,9 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint) -> Iterator[Probl
         del fixes["moe_layers"]
     if (model.num_layers, model.window_size) != (run.model.num_layers, run.model.window_size):
         del fixes["window_layers"]
+    variants = model.experimental_attention_variant, run.model.experimental_attention_variant
+    if model.num_layers != run.model.num_layers or variants[0] != variants[1]:
+        del fixes["linear_attention_layers"]
     if run.loads_only_weights:
         # Only the head has other weights: it starts from scratch, or those of the checkpoint are left out.
         for name in _MTP_FIELDS:

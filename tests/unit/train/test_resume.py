@@ -13,6 +13,7 @@ from megatron_ladder.train.resume import resume_problems, schedule_note, with_ch
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
+DELTA = "--experimental-attention-variant gated_delta_net"
 OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
 
 
@@ -138,7 +139,17 @@ def test_a_resumed_run_may_repeat_its_flags_of_windows() -> None:
     assert resume("--window-attn-skip-freq 3", windows)[1] == ["--window-layers [0, 1, 3]"]
 
 
-@pytest.mark.parametrize("lists", ["--window-size 3", "--num-experts 2 --moe-router-topk 2"])
+def test_a_resumed_run_may_repeat_its_flags_of_linear_attention() -> None:
+    hybrid = f"{TRAINED} --num-layers 4 {DELTA} --linear-attention-freq 2"
+    repeated = ("", hybrid, "--linear-attention-freq 2", "--linear-attention-layers 0,2", DELTA)
+    for words in repeated:
+        run, errors = resume(words, hybrid)
+        assert not errors and run.model.linear_attention_layers == (0, 2), words
+    assert resume("--linear-attention-freq 3", hybrid)[1] == ["--linear-attention-layers [0, 1, 3]"]
+    assert resume(DELTA, f"{TRAINED} --num-layers 4")[1] == [DELTA]
+
+
+@pytest.mark.parametrize("lists", ["--window-size 3", "--num-experts 2 --moe-router-topk 2", DELTA])
 def test_lists_of_layers_are_not_compared_between_models_of_different_depths(lists: str) -> None:
     assert resume("--num-layers 6", f"{TRAINED} --num-layers 4 {lists}")[1] == ["--num-layers 6"]
 
