@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from ladder_lab.cost.inference import InferenceRequest, inference_memory
+from ladder_lab.cost.machines import Machine
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -19,6 +22,7 @@ from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
+from megatron_ladder.model.mixers.mixer import States
 from megatron_ladder.tokenizers.kinds import ByteTokenizer, load_tokenizer
 from tests.helpers.pairwise import quick_share
 from tests.helpers.tokenizer_copies import train_byte_level
@@ -230,3 +234,31 @@ def test_ranks_of_a_model_with_experts_need_equal_sums(
     stored = open_model(checkpoint, None, None)
     program.load_engine(RankInfo(0, 1, 0), ModelOptions(checkpoint), stored).close()
     assert needed == [experts > 0]
+
+
+def test_states_of_gated_delta_are_as_large_for_8000_tokens_as_for_1000(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of the model have it, and the one between them attention."""
+    config = tiny_config(**MODELS["delta"], max_position_embeddings=8000)
+    model = tiny_model(config, reference_of(config)[0])
+    engine = GenerationEngine(model, ProcessMesh.single(), prefill_chunk_size=512)
+    allocated: list[States] = []
+    allocate = States.allocate
+
+    def recorded(*arguments: Any) -> States:
+        allocated.append(allocate(*arguments))
+        return allocated[-1]
+
+    monkeypatch.setattr(States, "allocate", recorded)
+    found = []
+    for length in (1000, 8000):
+        prompt = tuple(token % config.vocab_size for token in range(length - 2))
+        (generation,) = engine.generate([GenerationRequest(prompt, 2, GREEDY)])
+        found.append([sum(state.nbytes for state in of_mixer.values()) for of_mixer in allocated.pop().tensors])
+        assert generation.state_bytes == sum(found[-1])
+        kept = inference_memory(InferenceRequest(config, Machine.usual("h100"), 1, 1, length - 2, 2)).cache
+        # The planner counts bf16 in everything but the matrices, which are fp32 there as well.
+        matrices = 2 * 4 * 6 * 5 * 4
+        assert 2 * (kept - matrices) == sum(found[-1]) - matrices
+    heads = config.num_key_value_heads * config.head_dim
+    fixed = 4 * (3 * (2 * 2 * 6 + 4 * 5) + 4 * 6 * 5)
+    assert found == [[fixed, 4 * 2 * heads * length, fixed] for length in (1000, 8000)]
