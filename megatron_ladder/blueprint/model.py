@@ -79,6 +79,14 @@ class ModelConfig(ModelTraits):
         has_shared = self.moe_shared_expert_intermediate_size > 0
         return [self.wiring.kinds(layer in self.moe_layers, has_shared) for layer in range(self.num_layers)]
 
+    @property
+    def key_heads(self) -> Mapping[str, int]:
+        """The numbers of key heads of the layers' mixers, with their names in messages."""
+        heads = {"key-value heads": self.num_key_value_heads}
+        if self.linear_attention_layers:
+            heads["key heads of gated DeltaNet"] = self.linear_num_key_heads
+        return heads
+
     def mixer_of(self, layer: int) -> Mixer:
         """Return the token mixer of a layer."""
         return next(mixer for kind in MIXERS if (mixer := kind.of(self, layer)) is not None)
@@ -309,7 +317,5 @@ def mixers_text(config: ModelConfig) -> str:
 
 def head_replicas(config: ModelConfig, tensor_parallel: int) -> tuple[int, ...]:
     """Return the numbers of tensor-parallel ranks, fewer than all, that hold the same key heads of some mixer."""
-    heads = {config.num_key_value_heads}
-    if config.linear_attention_layers:
-        heads.add(config.linear_num_key_heads)
+    heads = {*config.key_heads.values()}
     return tuple(sorted(tensor_parallel // count for count in heads if 1 < count < tensor_parallel))

@@ -370,14 +370,11 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
             if getattr(model, name) != getattr(ModelConfig, name)
         )
     lanes = model.lanes or model.desync_tp or 1
-    heads = {"key-value heads": model.num_key_value_heads}
-    if model.linear_attention_layers:
-        heads["key heads of linear attention"] = model.linear_num_key_heads
     name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
     raise_user_errors(
         f"{name} with {count} {kind}: with a shared head, each lane computes different keys and values from it, for "
         "which the cache of transformers has no space: generate from the checkpoint instead"
-        for kind, count in heads.items()
+        for kind, count in model.key_heads.items()
         if count % lanes
     )
     divides = model.hidden_size % model.num_attention_heads == 0

@@ -35,7 +35,7 @@ from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.convert.sensitivity import read_batches, run_model
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.errors import BadNumbersError, Problem, UserError
+from megatron_ladder.errors import BadNumbersError, Problem, UserError, raise_user_errors
 from megatron_ladder.generate.loading import DTYPES, open_model
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.model.language_model import LanguageModel
@@ -168,17 +168,16 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
         reason = "{load}: the model depends on which heads and neurons share a rank, so they cannot be exchanged"
         raise UserError(Problem({"load": options.load}, reason, "arrange the model that it was made from"))
     target = rewired(model, options)[0]
-    if model.linear_attention_layers:
-        reason = "{load}: the heads of gated DeltaNet cannot be arranged"
-        raise UserError(Problem({"load": options.load}, reason, "convert without it"))
     if options.lanes is None or options.lanes < 2:
         raise UserError(Problem({"lanes": options.lanes}, "{lanes}: give the number of lanes to arrange, at least 2"))
     if not target.lanes:
         raise UserError(_NOTHING_IN_FLIGHT)
-    if target.num_key_value_heads % target.lanes:
-        heads = target.num_key_value_heads
-        reason = f"{{lanes}}: the model has {heads} key-value heads, and lanes that share one cannot be arranged"
-        raise UserError(Problem({"lanes": target.lanes}, reason, "give a divisor of that number"))
+    shared = "{{lanes}}: the model has {} {}, and lanes that share one cannot be arranged"
+    raise_user_errors(
+        Problem({"lanes": target.lanes}, shared.format(count, heads), "give a divisor of that number")
+        for heads, count in target.key_heads.items()
+        if count % target.lanes
+    )
     return target
 
 

@@ -21,7 +21,7 @@ from tests.helpers.steps import everything
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 from tests.unit.convert.test_sensitivity import write_tokens
-from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import DELTA, tiny_config, write_checkpoint
 
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two norms": ({"num_key_value_heads": 4, "add_qkv_bias": True, "qk_layernorm": True}, ["--lanes", "2"]),
@@ -36,6 +36,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "windows and sinks": (
         {"num_key_value_heads": 4, "softmax_type": "learnable", "window_size": 5, "window_layers": (0, 2)},
         ["--lanes", "4"],
+    ),
+    "gated DeltaNet": (
+        DELTA | {"num_key_value_heads": 2, "linear_attention_layers": (0, 1), "apply_layernorm_1p": True},
+        ["--lanes", "2", "--residual-staleness", "2"],
     ),
     "of the attention only": ({"num_key_value_heads": 4}, ["--residual-mode", "ladder-attention", "--lanes", "4"]),
 }
@@ -126,6 +130,11 @@ def test_planted_groups_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({}, {"lanes": 1}, "--lanes 1: give the number of lanes to arrange, at least 2"),
         ({}, {"lanes": 2, "ladder_layers": "none"}, "--ladder-layers: nothing reads while an output is in flight"),
         ({"num_key_value_heads": 2}, {"lanes": 4}, "--lanes 4: the model has 2 key-value heads"),
+        (
+            DELTA | {"num_key_value_heads": 4},
+            {"lanes": 4},
+            "--lanes 4: the model has 2 key heads of gated DeltaNet, and lanes that share one cannot be arranged",
+        ),
         ({"residual_mode": "ladder", "ladder_layers": (0,), "lanes": 2}, {"lanes": 2}, "--load run: the model depends"),
     ],
 )

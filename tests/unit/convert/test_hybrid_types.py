@@ -323,7 +323,7 @@ def test_a_late_model_has_the_keys_that_servers_read() -> None:
         ),
         (
             {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2, "linear_num_key_heads": 1},
-            "a model of 2 lanes with 1 key heads of linear attention",
+            "a model of 2 lanes with 1 key heads of gated DeltaNet",
         ),
     ],
 )
