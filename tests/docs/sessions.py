@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from tests.docs.pages import ROOT, Fence, fences
 from tests.helpers.commands import free_port, run_command
@@ -138,6 +140,41 @@ def write_instella(folder: Path) -> None:
     )
 
 
+def write_qwen_with_vision_tower(folder: Path) -> None:
+    """Write `Qwen3.6-35B-A3B/`, random and tiny, as published, and `qwen_text_document`, tokenized with it."""
+    directory = folder / "Qwen3.6-35B-A3B"
+    text = {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = Qwen3_5MoeForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(directory, save_original_format=False)
+    weights = load_file(directory / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(64, 128)}, directory / "model.safetensors")
+    shutil.copy(folder / "tokenizer.json", directory)
+    _run(
+        folder,
+        "python tools/preprocess_data.py --input corpus.jsonl --output-prefix qwen --append-eod "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {directory.name}",
+    )
+
+
 NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "text": (write_large_corpus,),
     "preprocess": (write_corpus, train_tokenizer),
@@ -147,6 +184,7 @@ NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
     "experts": (write_corpus, train_tokenizer, tokenize, write_qwen),
     "instella": (write_corpus, train_tokenizer, write_instella),
+    "hybrid": (write_corpus, train_tokenizer, write_qwen_with_vision_tower),
     "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
 }
 """Session name up to the first dot -> functions that prepare its folder; other sessions start in an empty one."""
