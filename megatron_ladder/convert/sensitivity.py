@@ -256,7 +256,9 @@ def _late_kinds(target: ModelConfig) -> dict[str, tuple[Wiring, list[int]]]:
     if len({*mixers}) == 1:
         return {}
     late = target.wiring.late
-    sub_blocks = [(kind, layer) for layer, kinds in enumerate(target.layer_kinds) for kind in kinds if kind in late]
+    # The first sub-block has nothing to miss.
+    _, *others = [(kind, layer) for layer, kinds in enumerate(target.layer_kinds) for kind in kinds]
+    sub_blocks = [sub_block for sub_block in others if sub_block[0] in late]
     found: dict[str, tuple[Wiring, list[int]]] = {}
     for kind, layer in sorted(sub_blocks, key=lambda sub_block: not sub_block[0].has_mixer):
         name = mixers[layer] if kind.has_mixer else kind.value

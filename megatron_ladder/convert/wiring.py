@@ -39,7 +39,7 @@ class SubBlockPrices(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: the token mixer, or another kind of sub-block.
-        layers: the layers that have it.
+        layers: the layers that have it, but for the first sub-block of the model, which has nothing to miss.
         alone: for each of them, the price when only its sub-block reads late.
         together: the price when all of them read late.
     """
