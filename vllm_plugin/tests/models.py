@@ -189,6 +189,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """Sliding windows, which prompts and answers exceed several times, and sinks."""
 SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MATRICES += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+ADAPTED = ("hybrid", "delta-ladder")
 ADAPTER_RANK = 4
 
 
@@ -218,8 +220,10 @@ def write_everything(folder: Path) -> None:
     (folder / "standard").rename(folder / "llama")
     shutil.copytree(folder / "ladder", folder / "standard")
     change_config(folder / "standard", residual_mode="standard", ladder_layers=[])
-    write_adapter(folder)
-    references = {name: reference(folder / name) for name in (*changes, "llama", "merged")}
+    for name in ADAPTED:
+        write_adapter(folder, name)
+    names = (*changes, "llama", *(f"merged-{name}" for name in ADAPTED))
+    references = {name: reference(folder / name) for name in names}
     (folder / "references.json").write_text(json.dumps(references))
     shutil.copytree(folder / "ladder", folder / "desync")
     change_config(folder / "desync", residual_mode="desync", ladder_layers=[], desync_interval=2, desync_tp=2)
@@ -273,8 +277,8 @@ def copy_changed(source: Path, folder: Path, change: Callable[[str, Tensor], dic
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_adapter(folder: Path) -> None:
-    """Write a LoRA of the hybrid in PEFT's format to `adapter`, and the sum of both to `merged`."""
+def write_adapter(folder: Path, model: str) -> None:
+    """Write a LoRA of a model in PEFT's format to `adapter-MODEL`, and the sum of both to `merged-MODEL`."""
     generator = torch.Generator().manual_seed(1)
     adapter: dict[str, Tensor] = {}
 
@@ -285,9 +289,10 @@ def write_adapter(folder: Path) -> None:
         adapter[f"base_model.model.{module}.lora_B.weight"] = up
         return {f"{module}.weight": weight + 2 * up @ down}
 
-    copy_changed(folder / "hybrid", folder / "merged", add)
-    (folder / "adapter").mkdir()
-    save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+    copy_changed(folder / model, folder / f"merged-{model}", add)
+    path = folder / f"adapter-{model}"
+    path.mkdir()
+    save_file(adapter, path / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -295,9 +300,9 @@ def write_adapter(folder: Path) -> None:
         "lora_alpha": 2 * ADAPTER_RANK,
         "target_modules": MATRICES,
         "bias": "none",
-        "base_model_name_or_path": "hybrid",
+        "base_model_name_or_path": model,
     }
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    (path / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def quantise(source: Path, folder: Path) -> None:

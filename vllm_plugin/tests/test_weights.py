@@ -3,13 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 
-def test_an_adapter_of_all_matrices_equals_merged_weights(models: Path, references: Any, ranks: Any) -> None:
+from vllm_plugin.tests.models import ADAPTED
+
+
+@pytest.mark.parametrize("model", ADAPTED)
+def test_an_adapter_of_all_matrices_equals_merged_weights(
+    model: str, models: Path, references: Any, ranks: Any
+) -> None:
     from vllm_plugin.tests import engines
 
-    assert references["merged"] != references["hybrid"]
-    expected = (references["hybrid"], references["merged"])
-    assert ranks(engines.adapted_tokens, models / "hybrid", models / "adapter") == [expected] * 2
+    expected = (references[model], references[f"merged-{model}"])
+    assert expected[0] != expected[1]
+    assert ranks(engines.adapted_tokens, models / model, models / f"adapter-{model}") == [expected] * 2
 
 
 def test_quantised_weights_equal_those_of_llama_in_vllm(models: Path, references: Any, ranks: Any) -> None:
