@@ -69,7 +69,7 @@ CHUNKED = ("standard", "lanes", "windows", "sinks", "delta", "latent-ladder")
             *((name, *PLAIN[:3], chunk) for name in CHUNKED for chunk in (1, 2, 5)),
             *((name, *PLAIN) for name in MODELS),
             *((name, *PACKED) for name in ("standard", "lanes", "delta", "latent-ladder", "instella")),
-            *((name, *HALF) for name in ("ladder", "latent-ladder", "instella")),
+            *((name, *HALF) for name in ("ladder", "delta", "latent-ladder", "instella")),
         ],
         4,
     ),

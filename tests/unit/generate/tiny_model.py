@@ -86,7 +86,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "windows": WINDOWS | {"residual_mode": "ladder", "ladder_layers": (1, 2), "num_key_value_heads": 2},
     "sinks": WINDOWS | {"residual_mode": "parallel", "softmax_type": "learnable", "num_key_value_heads": 1},
-    "delta": DELTA | {"residual_mode": "ladder", "ladder_layers": (0, 1)},
+    # With a smaller epsilon, norms would amplify the rounding of small outputs in bf16.
+    "delta": DELTA | {"residual_mode": "ladder", "ladder_layers": (0, 1), "norm_epsilon": 0.05},
     "delta-parallel": DELTA
     | {"residual_mode": "parallel", "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "num_key_value_heads": 1},
     "latent": LATENT | {"residual_mode": "standard", "add_qkv_bias": True},
