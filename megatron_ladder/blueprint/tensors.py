@@ -186,13 +186,14 @@ class MTPTensors(NamedTuple):
     eh_proj: TensorSpec
     """[h, 2 h], of both normed vectors, the embedding first; whole on every rank."""
     sub_blocks: tuple[SubBlockTensors, ...]
-    final_norm: TensorSpec
+    head_norm: TensorSpec
+    """The norm before the output head."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which the head computes with them."""
         of_layer = (tensor for sub_block in self.sub_blocks for tensor in sub_block.tensors)
-        return (self.enorm, self.hnorm, self.eh_proj, *of_layer, self.final_norm)
+        return (self.enorm, self.hnorm, self.eh_proj, *of_layer, self.head_norm)
 
     @property
     def numel(self) -> int:
@@ -205,13 +206,13 @@ def mtp_tensors(config: ModelConfig) -> MTPTensors | None:
     if not config.mtp_num_layers:
         return None
     hidden, prefix = config.hidden_size, f"layers.{config.num_layers}"
-    enorm, hnorm, final_norm = (
-        norm_weight(f"{prefix}.{name}.weight", hidden, config) for name in ("enorm", "hnorm", "final_norm")
+    enorm, hnorm, head_norm = (
+        norm_weight(f"{prefix}.{name}.weight", hidden, config) for name in ("enorm", "hnorm", "head_norm")
     )
     eh_proj = TensorSpec(
         f"{prefix}.eh_proj.weight", (hidden, 2 * hidden), Role.MATRIX, block=hidden, std=config.init_method_std
     )
-    return MTPTensors(enorm, hnorm, eh_proj, layer_tensors(config.mtp_config)[-1], final_norm)
+    return MTPTensors(enorm, hnorm, eh_proj, layer_tensors(config.mtp_config)[-1], head_norm)
 
 
 def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -45,7 +45,8 @@ _TRANSFORMERS = "5.23.0"
 def model_config_from_hf(
     config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
 ) -> ModelConfig:
-    """Read the `config.json` of one of `TYPES`; raise UserError for other models and contradictions.
+    """Read the `config.json` of one of `TYPES`, except for a drafting head; raise UserError for other models and
+    contradictions.
 
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
@@ -423,6 +424,9 @@ def _lost_fields(model_type: str, model: ModelConfig) -> dict[str, Any]:
         unused = {"ffn_hidden_size": model.ffn_hidden_size}
     elif not model.moe_layers:
         unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
+    if TYPES[model_type].mtp is not None:
+        # The files decide whether there is a drafting head, and the program that reads them, which stream it reads.
+        unused |= {name: getattr(model, name) for name in ("mtp_num_layers", "mtp_before_final_norm")}
     read = vars(reread) | unused
     return {name: value for name, value in vars(model.canonical()).items() if value != read[name]}
 
@@ -476,6 +480,7 @@ def hf_config(
         **row.constants,
         **windows,
         **{key: values[key] for key in row.keys if key not in absent},
+        **({row.mtp.key: 1} if row.mtp is not None and model.mtp_num_layers else {}),
     }
 
 

@@ -8,7 +8,7 @@ model.safetensors                  weights; or several files and model.safetenso
 import itertools
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.dequantisation import take_quantised
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf, text_config
-from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors
-from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TEXT_PREFIX, TYPES, plain_architecture, type_of
+from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors, mtp_replacements, replaced
+from megatron_ladder.checkpoint.hf_types import MTP_PREFIX, OWN_TYPE, TEXT_PREFIX, TYPES, plain_architecture, type_of
 from megatron_ladder.checkpoint.stored_weights import (
     ALTERNATING_PLACES,
     STACK_PLACES,
@@ -70,8 +70,7 @@ def hf_name(name: str, expert: int | None = None, type_names: Sequence[tuple[str
 
     `type_names` are the `names` of its type.
     """
-    for ours, theirs in (*_PARTS, *type_names):
-        name = name.replace(ours, theirs)
+    name = replaced(name, (*_PARTS, *type_names))
     return name if expert is None else name.replace(".experts.", f".experts.{expert}.")
 
 
@@ -146,6 +145,9 @@ class HFDirectory:
     def notes(self) -> list[str]:
         """Return one line for each part of the directory that is ignored or converted."""
         notes = [f"{count} tensors of {owner} are dropped" for owner, count in self.dropped.items()]
+        announced = TYPES[self.model_type].mtp
+        if announced and self.config.get(announced.key) and not self.model.mtp_num_layers and not self.dropped:
+            notes.append(f"{announced.key} announces a drafting head, which the files do not hold")
         if self.quantization:
             notes.append(f"weights are stored in {self.quantization} and read as bfloat16")
         if "auto_map" in self.config and self.model_type != OWN_TYPE:
@@ -197,11 +199,12 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     return json_object(path, content)
 
 
-def open_hf_directory(path: Path) -> HFDirectory:
+def open_hf_directory(path: Path, keeps_mtp: bool = False) -> HFDirectory:
     """Read config.json, the index and the headers of the files; raise UserError if they do not agree.
 
-    Of the data, only the scales of FP8 weights are read, which must be finite, and a stored head of a model with tied
-    embeddings, which must equal the embedding.
+    The model has a drafting head if `keeps_mtp` is set and the files have one, of one layer. Of the data, only the
+    scales of FP8 weights are read, which must be finite, and further copies of embedding and output head, which must
+    equal them.
     """
     check_directory(path)
     if not is_hf_directory(path):
@@ -221,11 +224,14 @@ def open_hf_directory(path: Path) -> HFDirectory:
     stored = _read_tensors(path)
     count = len(stored)
     model = model_config_from_hf(config, source, count)
+    has_mtp = keeps_mtp and _has_mtp(config, model, stored)
+    model = replace(model, mtp_num_layers=int(has_mtp))
     errors: list[str] = []
     dropped = _drop_tensors(config, model, stored)
     found = _stored_weights(path, config, stored)
     tensors, weights = _expected_tensors(path, model, model_type, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
+    copies = {name: copy for name in mtp_copies(model, model_type) if (copy := found.pop(name, None)) is not None}
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
         for name in sorted(found.keys() - weights.keys())
@@ -234,7 +240,32 @@ def open_hf_directory(path: Path) -> HFDirectory:
     raise_user_errors(limited([*dict.fromkeys(errors)]))
     if tied_head is not None:
         _check_tied_head(path, tied_head.whole(), tensors["embedding.weight"].whole())
+    for name, copy in copies.items():
+        original = mtp_copies(model, model_type)[name]
+        if not equal_bits(copy.whole(), tensors[original].whole()):
+            own = hf_name(original)
+            reason = f"{path}: {name} differs from {own}, but a drafting head shares the matrix of the model"
+            raise UserError(Problem({}, reason, "leave the head out with {drop_mtp}"))
     return HFDirectory(path, config, model, tensors, weights, _token_ids(path, config, model), count, dropped)
+
+
+def mtp_copies(model: ModelConfig, model_type: str) -> dict[str, str]:
+    """Return the names of the copies of matrices in a drafting head, and the canonical names of these matrices."""
+    names = TYPES[model_type].mtp
+    if names is None or not names.has_copies or not model.mtp_num_layers:
+        return {}
+    prefix = names.layer.format(model.num_layers)
+    head = "embedding.weight" if model.tie_embeddings else "lm_head.weight"
+    return {f"{prefix}embed_tokens.weight": "embedding.weight", f"{prefix}shared_head.head.weight": head}
+
+
+def _has_mtp(config: Mapping[str, Any], model: ModelConfig, stored: Collection[str]) -> bool:
+    """Return whether files have a drafting head of one layer; other layers that predict further tokens are dropped."""
+    names = TYPES[type_of(config)].mtp
+    # Some files have a head that config.json does not mention.
+    if names is None or config.get(names.key, 1) != 1:
+        return False
+    return any(name.startswith(names.layer.format(model.num_layers)) for name in stored)
 
 
 def _check_tied_head(path: Path, head: Tensor, embedding: Tensor) -> None:
@@ -288,8 +319,10 @@ def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
 def _drop_tensors(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Remove tensors that are not read from `found`; return their numbers by what they belong to."""
     row, key, count = TYPES[type_of(config)], "num_nextn_predict_layers", model.num_layers
-    names = {owner: [name for name in found if name.startswith(prefix)] for prefix, owner in row.left_out.items()}
-    if key in row.constants:
+    keeps_mtp = model.mtp_num_layers > 0
+    left_out = {prefix: owner for prefix, owner in row.left_out.items() if prefix != MTP_PREFIX or not keeps_mtp}
+    names = {owner: [name for name in found if name.startswith(prefix)] for prefix, owner in left_out.items()}
+    if key in row.constants and not keeps_mtp:
         beyond = range(count, count + (config.get(key) or 0))
         layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
         owner = f"layers that predict further tokens ({key}), model.layers.{count} and beyond,"
@@ -310,6 +343,7 @@ def _stored_weights(path: Path, config: Mapping[str, Any], stored: dict[str, Ten
 
 def _stored_as(
     spec: TensorSpec,
+    model: ModelConfig,
     model_type: str,
     type_names: Sequence[tuple[str, str]],
     joined: Mapping[str, JoinedRows],
@@ -322,16 +356,18 @@ def _stored_as(
     if spec.expert_dim is None:
         return [hf_name(spec.name, type_names=type_names)], spec.shape, None
     stack, place = find_stack(spec.name, model_type)
+    stack = replaced(stack, mtp_replacements(model, model_type))
     if place.alternating or stack in found:
         return [stack], place.stack_shape(spec.shape), place
     return [hf_name(spec.name, expert, type_names) for expert in range(spec.shape[0])], spec.shape[1:], None
 
 
-def _type_names(model_type: str, found: Collection[str]) -> Sequence[tuple[str, str]]:
-    """Return the names of a type that the stored tensors have: its own, or those of transformers' modules."""
+def type_names(model: ModelConfig, model_type: str, found: Collection[str] = ()) -> Sequence[tuple[str, str]]:
+    """Return the `names` of a type that stored tensors have: its own, or those of transformers' modules."""
     row = TYPES[model_type]
     has_module_names = any(part in name for part, _ in row.names[:1] for name in found)
-    return row.module_names if has_module_names else row.names
+    names = row.module_names if has_module_names else row.names
+    return (*names, *mtp_replacements(model, model_type))
 
 
 def _expected_tensors(
@@ -343,10 +379,10 @@ def _expected_tensors(
 ) -> tuple[dict[str, HFWeight], dict[str, StoredWeight]]:
     """Return the tensors of the model, and the weights of `found` in use; append an error for each wrong one."""
     tensors, weights = dict[str, HFWeight](), dict[str, StoredWeight]()
-    type_names = _type_names(model_type, found)
+    names_of_type = type_names(model, model_type, found)
     joined = joined_tensors(model, model_type)
     for spec in model_tensors(model):
-        names, shape, place = _stored_as(spec, model_type, type_names, joined, found)
+        names, shape, place = _stored_as(spec, model, model_type, names_of_type, joined, found)
         parts = {name: found[name] for name in names if name in found}
         absent = [name for name in names if name not in parts]
         more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""

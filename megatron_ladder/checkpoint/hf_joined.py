@@ -13,9 +13,22 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.specs import Role, TensorSpec
-from megatron_ladder.blueprint.tensors import layer_tensors
+from megatron_ladder.blueprint.tensors import layer_tensors, mtp_tensors
 from megatron_ladder.checkpoint.hf_types import TYPES
 from megatron_ladder.checkpoint.stored_weights import RowsPlace
+
+
+def mtp_replacements(model: ModelConfig, model_type: str) -> tuple[tuple[str, str], ...]:
+    """Return what to replace in the names of a layer after the last one; nothing without a drafting head."""
+    names = TYPES[model_type].mtp
+    return names.replacements(model.num_layers) if names is not None and model.mtp_num_layers else ()
+
+
+def replaced(name: str, replacements: Sequence[tuple[str, str]]) -> str:
+    """Return a name with all replacements, one after another."""
+    for before, after in replacements:
+        name = name.replace(before, after)
+    return name
 
 
 class JoinedRows(NamedTuple):
@@ -46,7 +59,9 @@ def joined_tensors(model: ModelConfig, model_type: str) -> dict[str, JoinedRows]
     """Return the tensors of a type that have the rows of several, by the canonical name of each of these."""
     row = TYPES[model_type]
     found: dict[str, JoinedRows] = {}
-    for layer, sub_blocks in enumerate(layer_tensors(model)):
+    mtp = mtp_tensors(model)
+    layers = [*layer_tensors(model), *([] if mtp is None else [mtp.sub_blocks])]
+    for layer, sub_blocks in enumerate(layers):
         is_linear = layer in model.linear_attention_layers
         module = "linear_attn" if is_linear else "self_attn"
         for branch in (branch for sub_block in sub_blocks for branch in sub_block.branches if branch.mixer is not None):
@@ -56,6 +71,6 @@ def joined_tensors(model: ModelConfig, model_type: str) -> dict[str, JoinedRows]
                 groups = getattr(model, joined.groups) if joined.groups else 1
                 parts = tuple(specs[prefix + part] for part in joined.parts)
                 name = f"model.{prefix.replace('attention', module)}{joined.stored}"
-                rows = JoinedRows(name, parts, groups)
+                rows = JoinedRows(replaced(name, mtp_replacements(model, model_type)), parts, groups)
                 found |= {part.name: rows for part in parts}
     return found

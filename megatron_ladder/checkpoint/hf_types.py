@@ -131,6 +131,26 @@ class JoinedTensor(NamedTuple):
     """The field of the model with the number of groups; "" for one."""
 
 
+class MTPNames(NamedTuple):
+    """How a type stores a drafting head of one layer. `{}` in names stands for the number of layers of the model."""
+
+    key: str
+    """The number of its layers in `config.json`."""
+    parts: tuple[str, str, str, str]
+    """Names of the modules with our `enorm`, `hnorm`, `eh_proj` and `head_norm`."""
+    layer: str
+    """First part of the names of the layer's own tensors."""
+    has_copies: bool = False
+    """Whether embedding and output head are stored again, as `embed_tokens` and `shared_head.head` of the layer."""
+
+    def replacements(self, layers: int) -> tuple[tuple[str, str], ...]:
+        """Return what to replace in names as those of a layer after the last one, one after another."""
+        prefix = f"model.layers.{layers}."
+        parts = zip(("enorm", "hnorm", "eh_proj", "head_norm"), self.parts, strict=True)
+        of_parts = ((f"{prefix}{ours}.", f"{theirs.format(layers)}.") for ours, theirs in parts)
+        return (*of_parts, (prefix, self.layer.format(layers)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Type:
     """What a `model_type` has besides the keys of all types, `SIZES` and `TRAITS`."""
@@ -190,6 +210,8 @@ class _Type:
     """Tensors of softmax attention that have the rows of several."""
     linear_tensors: tuple[JoinedTensor, ...] = ()
     """All tensors of linear attention, also those that have the rows of one of ours."""
+    mtp: MTPNames | None = None
+    """The names of a drafting head; None for a type without heads."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """First part of the names of tensors that are not read -> what they belong to."""
 
@@ -209,6 +231,19 @@ _QWEN3 = _Type(
     fixed={"qk_layernorm": True},
     windows="upper",
     defaults={"max_window_layers": 28},
+)
+_NEXT_LAYER = "model.layers.{}."
+_NEXTN = MTPNames(
+    "num_nextn_predict_layers",
+    (f"{_NEXT_LAYER}enorm", f"{_NEXT_LAYER}hnorm", f"{_NEXT_LAYER}eh_proj", f"{_NEXT_LAYER}shared_head.norm"),
+    _NEXT_LAYER,
+    has_copies=True,
+)
+MTP_PREFIX = "mtp."
+_MTP = MTPNames(
+    "mtp_num_hidden_layers",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    "mtp.layers.0.",
 )
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _MIXTRAL_NAMES = (
@@ -231,6 +266,7 @@ _DEEPSEEK_V3 = _Type(
     required=("kv_lora_rank",),
     experts=_GLM_EXPERTS,
     constants={"num_nextn_predict_layers": 0},
+    mtp=_NEXTN,
     same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     keys=(*LATENT, "attention_bias"),
     has_output_bias=True,
@@ -272,7 +308,11 @@ _QWEN3_5 = _Type(
         JoinedTensor("in_proj_a.weight", ("a_proj.weight",)),
         *_LINEAR_TENSORS,
     ),
-    left_out={"mtp.": "layers that predict further tokens (mtp)", "model.visual.": "the vision tower (model.visual)"},
+    mtp=_MTP,
+    left_out={
+        MTP_PREFIX: "layers that predict further tokens (mtp)",
+        "model.visual.": "the vision tower (model.visual)",
+    },
 )
 TYPES = {
     "llama": _LLAMA,
@@ -328,6 +368,7 @@ TYPES = {
         same={"attention_bias": False},
         fixed_with_experts={"moe_shared_expert_gate": True},
         names=_SHARED_EXPERT_NAMES,
+        mtp=_MTP._replace(key="num_nextn_predict_layers"),
         linear_tensors=(
             JoinedTensor("in_proj_qkvz.weight", (*_LINEAR_INPUTS, "gate_proj.weight"), "linear_num_key_heads"),
             JoinedTensor("in_proj_ba.weight", ("b_proj.weight", "a_proj.weight"), "linear_num_key_heads"),
@@ -339,6 +380,7 @@ TYPES = {
         architecture="Glm4MoeForCausalLM",
         experts=_GLM_EXPERTS,
         constants={"num_nextn_predict_layers": 0},
+        mtp=_NEXTN,
         keys=("attention_bias", "use_qk_norm"),
         fixed_with_experts=_SIGMOID,
         partial_rotary_factor=0.5,
@@ -348,6 +390,7 @@ TYPES = {
         architecture="DeepseekV2ForCausalLM",
         experts=(*_GLM_EXPERTS, "topk_method"),
         constants={},
+        mtp=None,
         # transformers ignores norm_topk_prob.
         same={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "rope_interleave": True},
         keys=(*_DEEPSEEK_V3.keys, "mlp_bias"),
@@ -368,6 +411,7 @@ TYPES = {
             *("mlp_layer_types", "first_k_dense_replace"),
         ),
         constants={"num_nextn_predict_layers": 0},
+        mtp=_NEXTN._replace(parts=(*_NEXTN.parts[:3], f"{_NEXT_LAYER}final_layernorm"), has_copies=False),
         # vLLM ignores biases.
         same={
             **{"attention_bias": False, "mlp_bias": False, "qk_norm": True, "route_norm": True},
@@ -417,6 +461,7 @@ TYPES = {
         required=("kv_lora_rank", "initializer_range"),
         experts=(),
         constants={},
+        mtp=None,
         same={"rope_interleave": True},
         fixed_with_experts={},
         defaults={"tie_word_embeddings": True},
@@ -471,6 +516,7 @@ TYPES = {
         sliding_window=None,
         partial_rotary_factor=1.0,
         linear_tensors=_QWEN3_5.linear_tensors,
+        mtp=_MTP,
     ),
     AUTHORS_TYPE: replace(_LLAMA, architecture=""),
     INSTELLA_TYPE: replace(

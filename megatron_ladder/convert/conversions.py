@@ -34,7 +34,7 @@ from megatron_ladder.checkpoint.format import (
     is_card_or_licence,
 )
 from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
-from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors
+from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors, mtp_replacements, replaced
 from megatron_ladder.checkpoint.hf_types import TYPES, plain_architecture
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
@@ -79,7 +79,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     check_save_target(options.save, 0, options.overwrite)
     errors = ErrorCollector()
     with errors.collect("hf"):
-        directory = hf_directory.open_hf_directory(options.hf)
+        directory = hf_directory.open_hf_directory(options.hf, keeps_mtp=not options.drop_mtp)
     errors.raise_if_any()
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)
@@ -304,9 +304,11 @@ def plan_export(options: ExportOptions) -> Conversion:
     source = open_training_checkpoint(options.load)
     checkpoint = source.checkpoint
     wiring = wiring_text(source.model)
-    model_type = hf_type(source.model, checkpoint.imported_type)
+    model = source.model.without_mtp if options.drop_mtp else source.model
+    model_type = hf_type(model, checkpoint.imported_type)
     dtype = source.trained_dtype if options.dtype is None else _DTYPES[options.dtype]
-    weights = [tensor for tensor in source.tensors() if tensor.kind == "weight"]
+    exported_names = {spec.name for spec in model_tensors(model)}
+    weights = [tensor for tensor in source.tensors() if tensor.kind == "weight" and tensor.name in exported_names]
     raise_user_errors(
         f"{tensor.source}: found {tensor.dtype}, expected {', '.join(hf_directory.FLOAT_DTYPES)}"
         for tensor in weights
@@ -314,10 +316,11 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     # The files of tensors.
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
-    joined = joined_tensors(source.model, model_type)
+    joined = joined_tensors(model, model_type)
     own_dtypes = {} if options.dtype else checkpoint.imported_dtypes
     exported = itertools.chain.from_iterable(
-        _exported(source, tensor, model_type, joined, own_dtypes.get(tensor.name, new_dtype)) for tensor in weights
+        _exported(source, model, tensor, model_type, joined, own_dtypes.get(tensor.name, new_dtype))
+        for tensor in weights
     )
     shards = divide(exported, most_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -325,7 +328,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     # The other files: tokenizer, code, licence, card and index.
     other_files, ids, notes = small_files.exported_tokenizer(checkpoint, source.other_files)
     code = small_files.module_files(model_type)
-    config = hf_config(source.model, dtype=dtype, model_type=model_type, **ids)
+    config = hf_config(model, dtype=dtype, model_type=model_type, **ids)
     other_files |= {**code, HF_CONFIG: small_files.json_file(config)}
     other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
     other_files[MODEL_CARD] = small_files.model_card(
@@ -368,6 +371,7 @@ def plan_export(options: ExportOptions) -> Conversion:
 
 def _exported(
     source: TrainingCheckpoint,
+    model: ModelConfig,
     tensor: CopiedTensor,
     model_type: str,
     joined: Mapping[str, JoinedRows],
@@ -380,7 +384,10 @@ def _exported(
     spec = source.specs[tensor.name]
     new_dtype = tensor.dtype if dtype is None or spec.role is Role.STATE else dtype
     cast = replace(tensor, dtype=new_dtype)
-    names = TYPES[model_type].names
+    names = hf_directory.type_names(model, model_type)
+    for copy, original in hf_directory.mtp_copies(model, model_type).items():
+        if original == tensor.name:
+            yield replace(cast, key=copy)
     if rows := joined.get(tensor.name):
         if spec == rows.parts[0]:
             yield replace(cast, key=rows.name, shape=rows.shape, read=partial(_joined, source, rows))
@@ -392,6 +399,7 @@ def _exported(
     if TYPES[model_type].expert_stacks:
         if place.index == 0:
             read = partial(_stack, source, tensor, model_type)
+            stack = replaced(stack, mtp_replacements(model, model_type))
             yield replace(cast, key=stack, shape=place.stack_shape(tensor.shape), read=read)
         return
     for expert in range(tensor.shape[0]):
@@ -443,6 +451,7 @@ def _compare_logits(
         compared: describes whose logits these are.
         weights: returns the weights of a directory that transformers cannot be trusted to dequantise.
     """
+    model = model.without_mtp
     plain = plain_architecture(model_type) != ""
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available

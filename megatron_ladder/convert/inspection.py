@@ -59,7 +59,7 @@ def _training(path: Path) -> Iterator[str]:
 
 
 def _hugging_face(path: Path) -> Iterator[str]:
-    directory = open_hf_directory(path)
+    directory = open_hf_directory(path, keeps_mtp=True)
     yield f"{path}: a Hugging Face directory, model_type {directory.model_type}"
     yield from _model(directory.model)
     size = size_text(sum(weight.nbytes for weight in directory.weights.values()))
@@ -82,6 +82,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
     positions = model.max_position_embeddings
     kept = size_text(state_bytes(model, model.desync_tp or 1, positions, _BF16_BYTES))
     yield f"token mixers: {mixers_text(model)}; generation keeps {kept} in bf16 for {positions} positions"
+    if model.mtp_num_layers:
+        yield "drafting head: one layer"
     if model.moe_layers:
         width = model.moe_shared_expert_intermediate_size
         shared = f", with a shared expert of width {width}" if width else ""

@@ -46,7 +46,15 @@ class CheckpointOptions(ConversionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(CheckpointOptions):
+class HeadOptions(ConversionOptions):
+    """Options of conversions from and to Hugging Face directories."""
+
+    drop_mtp: bool = False
+    """Leave out the drafting head (multi-token prediction) of the source, if it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(HeadOptions, CheckpointOptions):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
     hf: Path = flag(details=f"{', '.join((*TYPES, *TEXT_TYPES))}.")
@@ -54,7 +62,7 @@ class ImportOptions(CheckpointOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(ConversionOptions):
+class ExportOptions(HeadOptions):
     """Export. From a training checkpoint to a Hugging Face directory."""
 
     load: Path

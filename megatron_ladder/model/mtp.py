@@ -49,7 +49,7 @@ class DraftingHead(nn.Module):
         self.eh_proj = _WholeLinear(build, tensors.eh_proj)
         layer = range(config.num_layers - 1, config.num_layers)
         self.stack = TransformerStack(replace(build, config=config), [layer], options)
-        self.final_norm = RMSNorm(build, tensors.final_norm)
+        self.head_norm = RMSNorm(build, tensors.head_norm)
 
     def forward(
         self, next_embeddings: Tensor, hidden_states: Tensor, context: SequenceContext
@@ -62,7 +62,7 @@ class DraftingHead(nn.Module):
         """
         both = torch.cat((self.enorm(next_embeddings), self.hnorm(hidden_states)), dim=-1)
         state, stats = self.stack(self.eh_proj(both).unsqueeze(0), context)
-        return self.final_norm(state[0]), stats
+        return self.head_norm(state[0]), stats
 
 
 def shift_targets(

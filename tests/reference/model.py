@@ -251,7 +251,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"layers.{config.num_layers}."
         of_layer = weight_shapes(with_head_layer(config)).items()
         shapes |= {name: shape for name, shape in of_layer if name.startswith(prefix)}
-        shapes |= {f"{prefix}{name}.weight": (h,) for name in ("enorm", "hnorm", "final_norm")}
+        shapes |= {f"{prefix}{name}.weight": (h,) for name in ("enorm", "hnorm", "head_norm")}
         shapes[f"{prefix}eh_proj.weight"] = (h, 2 * h)
     return shapes
 

@@ -44,7 +44,7 @@ def drafting_logits(
     x = linear(weights, f"{prefix}.eh_proj", torch.cat(normed, dim=-1))
     for sub_block in sub_blocks_of(weights, config.num_layers, with_head_layer(config), sight, record).values():
         x = x + sub_block(x)
-    return logits_of(model_norm(x, weights[f"{prefix}.final_norm.weight"], config), head, config)[:, :-1]
+    return logits_of(model_norm(x, weights[f"{prefix}.head_norm.weight"], config), head, config)[:, :-1]
 
 
 def drafting_targets(mask: Tensor, sight: Sight | None = None) -> Tensor:

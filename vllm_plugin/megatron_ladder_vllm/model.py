@@ -359,6 +359,11 @@ class MegatronLadderForCausalLM(LlamaForCausalLM):
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", **_: Any) -> MegatronLadderModel:
         return MegatronLadderModel(vllm_config=vllm_config, prefix=prefix)
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load all tensors but those of a drafting head, which is not used."""
+        loaded: set[str] = super().load_weights((name, weight) for name, weight in weights if name[:4] != "mtp.")
+        return loaded
+
 
 class MegatronLadderHybridForCausalLM(MegatronLadderForCausalLM, HasInnerState, IsHybrid):
     """The decoder of a model with gated DeltaNet, for which vLLM keeps states of sequences."""

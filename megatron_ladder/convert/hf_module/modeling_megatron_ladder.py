@@ -412,6 +412,8 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
 
     config: MegatronLadderConfig
     _no_split_modules = ["MegatronLadderDecoderLayer"]
+    # A drafting head, which servers load.
+    _keys_to_ignore_on_load_unexpected = [r"^mtp\."]
     _can_record_outputs = {
         "hidden_states": MegatronLadderDecoderLayer,
         "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, GptOssAttention, DeepseekV3Attention],

@@ -64,11 +64,8 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path: Path, capsys: 
     weights = tensors_of(hf)
     more = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
     save_file(weights | more | {"model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, hf / "model.safetensors")
-    convert("import", "--hf", hf, "--save", ours)
+    convert("import", "--hf", hf, "--save", ours, "--drop-mtp")
     assert f"{len(more) + 1} tensors of layers that predict further tokens" in capsys.readouterr().out
-    convert("inspect", hf)
-    count = f"weights: {len(weights) + len(more) + 1} tensors, {len(more) + 1} of them in parts that an import drops"
-    assert count in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))

@@ -309,8 +309,8 @@ ODD: dict[str, Odd] = {
     "experts": Odd(kind="qwen3_moe"),
     "predicting layers": Odd(
         kind="deepseek_v3",
-        config={"num_nextn_predict_layers": 1},
-        weights=lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(2, 4)}),
+        config={"num_nextn_predict_layers": 2},
+        weights=lambda tensors: tensors.update({"model.layers.5.eh_proj.weight": torch.ones(2, 4)}),
     ),
     "Mixtral": Odd(kind="mixtral"),
     # Exported models.

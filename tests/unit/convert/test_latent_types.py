@@ -79,14 +79,12 @@ def test_a_publishers_code_and_layers_that_predict_further_tokens_are_ignored(
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     edit_config(hf, auto_map=code, num_nextn_predict_layers=1, **training, **routing)
     model = model_config_from_hf(config_of(hf))
-    convert("import", "--hf", hf, "--save", ours, "--verify")
+    convert("import", "--hf", hf, "--save", ours, "--drop-mtp", "--verify")
     printed = capsys.readouterr().out
     assert "remote code (auto_map) is ignored: the model is read as deepseek_v3" in printed
     assert f"{count} tensors of layers that predict further tokens" in printed
     assert all(f"*** {warning} ***" in printed for warning in open_model(hf, None, None).warnings)
     assert len(open_model(hf, None, None).warnings) == 2
-    convert("inspect", hf)
-    assert f"{count} of them in parts that an import drops" in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back", "--verify")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     written = config_of(tmp_path / "back")

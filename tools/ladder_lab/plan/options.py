@@ -264,7 +264,7 @@ def planned_model(options: LayoutOptions | InferenceOptions, flags: ModelFlags) 
             raise UserError(
                 f"--model {path}: cannot be read ({error.strerror}): give a Hugging Face directory or its config.json"
             ) from None
-        name, model = options.model, model_config_from_hf(json_object(path, content), str(path)).without_mtp
+        name, model = options.model, model_config_from_hf(json_object(path, content), str(path))
     else:
         name, model = options.model, find_size(options.model)
     return name, replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
