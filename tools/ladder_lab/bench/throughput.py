@@ -6,14 +6,16 @@ Utilisation is the floor over the measured time: model FLOPs (`blueprint/tensors
 time, as a share of the measured rate.
 
 Our models are compiled as with --compile-sub-blocks and captured as with --cuda-graph, the defaults of training on
-GPUs; transformers' Llama is compiled whole, and left out for models with experts and if transformers is not installed.
-The optimizer is not included. A GPU computes in bf16, and a CPU in fp32.
+GPUs; transformers' model of the same type is compiled whole, and left out for models with experts and if transformers
+is not installed. The optimizer is not included. A GPU computes in bf16, and a CPU in fp32. Times on a CPU are those of
+the process on all its cores, which other processes disturb less.
 """
 
 import functools
 import importlib
 import importlib.util
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +32,7 @@ from ladder_lab.bench.workloads import build_models, training_pass
 from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.hf_config import hf_config
+from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -89,10 +91,12 @@ def _ways(
     }
     # Transformers' model.
     if config.num_experts == 0 and importlib.util.find_spec(TRANSFORMERS) is not None:
-        llama = _transformers_llama(config, dtype, device)
-        compiled: Any = torch.compile(llama, backend=options.backend) if compiles else llama
+        theirs = _transformers_model(config, dtype, device)
+        compiled: Any = torch.compile(theirs, backend=options.backend) if compiles else theirs
         tokens = ids[:, :-1].contiguous()
-        passes[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, cuda_graph=False)
+        passes[TRANSFORMERS] = training(
+            theirs, lambda: compiled(input_ids=tokens, labels=tokens).loss, cuda_graph=False
+        )
     # The floor.
     left = torch.randn(options.matrix, options.matrix, dtype=dtype, device=device)
     right = torch.randn_like(left)
@@ -106,9 +110,10 @@ def _ways(
     return {**passes, PRODUCT: products}
 
 
-def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _transformers_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers = importlib.import_module(TRANSFORMERS)
-    values = hf_config(config, dtype=str(dtype).removeprefix("torch."), model_type="llama") | {"use_cache": False}
+    kind = hf_type(config)
+    values = hf_config(config, dtype=str(dtype).removeprefix("torch."), model_type=kind) | {"use_cache": False}
     theirs = transformers.AutoConfig.for_model(**values)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
@@ -176,6 +181,7 @@ def run(options: ThroughputOptions) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{options.size}, torch.compile {options.backend}, on {name}, torch {torch.__version__}\n", flush=True)
     rows = list[Row]()
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     shape = find_size(options.size)
     config = replace(shape, max_position_embeddings=max(shape.max_position_embeddings, *options.sequence))
     for sequence in options.sequence:
@@ -183,7 +189,7 @@ def run(options: ThroughputOptions) -> None:
         torch.compiler.reset()
         with ExitStack() as graphs:
             timed = _ways(options, config, sequence, device, graphs)
-            times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
+            times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens", clock=clock)
         of_length = _rows(options, config, sequence, times, peak_flops(name))
         rows += of_length
         print(_table(of_length), flush=True)

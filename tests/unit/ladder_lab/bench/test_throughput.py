@@ -9,7 +9,8 @@ import torch
 from ladder_lab.bench.options import ThroughputOptions
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _ways
+from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _transformers_model, _ways
+from megatron_ladder.blueprint.tensors import parameter_count
 
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
 
@@ -41,3 +42,13 @@ def test_experts_are_not_compared_with_dense_layers() -> None:
     experts = replace(SIZES["small-moe"], num_layers=1, moe_layers=(0,), hidden_size=64, vocab_size=128, head_dim=4)
     with ExitStack() as graphs:
         assert [*_ways(options, experts, 8, torch.device("cpu"), graphs)] == ["standard", "product"]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [("small-train", "LlamaForCausalLM"), ("small-hybrid", "Qwen3_5ForCausalLM")]
+)
+def test_models_are_compared_with_those_of_the_same_type(size: str, kind: str) -> None:
+    shape = replace(SIZES[size], hidden_size=64, ffn_hidden_size=96, vocab_size=128)
+    theirs = _transformers_model(shape, torch.bfloat16, torch.device("cpu"))
+    assert type(theirs).__name__ == kind
+    assert sum(weight.numel() for weight in theirs.parameters()) == parameter_count(shape).total
