@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ladder_lab.cost.inference import InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import Machine
@@ -75,6 +76,24 @@ def test_flops_of_windows_are_those_of_visible_pairs(window: int, length: int) -
     assert ModelFlops(config, length).layers[0] - ModelFlops(config, length).layers[1] == (
         of_pair * length * (widest - length)
     )
+
+
+@pytest.mark.parametrize("length", [1, 30])
+def test_flops_of_gated_delta_are_those_of_its_products_token_by_token(length: int) -> None:
+    config = small_model(**MODELS["delta"])
+    mixer = config.mixer_of(0)
+    state, key, value = torch.zeros(4, 6, 5), torch.ones(4, 6, 1), torch.ones(4, 5, 1)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(length):
+            added = value - state.mT @ key
+            state = state + key @ added.mT
+            state.mT @ key
+    assert mixer.flops(length, length) == counter.get_total_flops()
+    assert mixer.decode_flops(100_000) * length == counter.get_total_flops()
+    # Projections of two key heads, of four value heads, their gates and two numbers each, and the output.
+    matrices = config.hidden_size * (2 * 2 * 6 + 4 * (5 + 5 + 2) + 4 * 5)
+    mlp = 3 * config.hidden_size * config.ffn_hidden_size
+    assert ModelFlops(config, length).layers[0] == 2 * length * (matrices + mlp) + mixer.flops(length, length)
 
 
 def test_planned_steps_stop_to_grow_at_the_window() -> None:
