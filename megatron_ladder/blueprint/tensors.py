@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_ladder.blueprint.expert_parallel import divide_experts
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.specs import (
     ROWS_PER_BLOCK,
@@ -136,11 +137,14 @@ def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
 
 
 @lru_cache(maxsize=16)
-def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...]:
-    """Return the sub-blocks of every layer."""
+def layer_tensors(config: ModelConfig, divides_experts: bool = False) -> tuple[tuple[SubBlockTensors, ...], ...]:
+    """Return the sub-blocks of every layer, or those of a model whose experts are divided over other ranks."""
     has_shared_expert = config.moe_shared_expert_intermediate_size > 0
+    wired_layers = config.wired_layers
+    if divides_experts:
+        wired_layers = divide_experts(wired_layers, has_shared_expert)
     layers: list[tuple[SubBlockTensors, ...]] = []
-    for layer, sub_blocks in enumerate(config.wired_layers):
+    for layer, sub_blocks in enumerate(wired_layers):
         norms: set[str] = set()
         tensors: list[SubBlockTensors] = []
         for wired in sub_blocks:

@@ -59,6 +59,10 @@ class SubBlockKind(Enum):
     """Mixer and all experts side by side."""
     ROUTED_EXPERTS = "routed_experts", ("experts",), "mlp_norm"
     SHARED_EXPERT = "shared_expert", ("shared_expert",), "mlp_norm"
+    MIXER_SHARED = "attention_shared_expert", ("attention", "shared_expert"), "attention_norm"
+    """What remains of `MIXER_EXPERTS` on every rank where expert-parallel ranks divide the routed experts."""
+    PARALLEL_ROUTED_EXPERTS = "parallel_routed_experts", ("experts",), "attention_norm"
+    """The rest of `MIXER_EXPERTS`."""
     SECOND_MIXER = "attention_2", ("attention_2",), "attention_norm_2"
     SECOND_MLP = "mlp_2", ("mlp_2",), "mlp_norm_2"
 
@@ -94,6 +98,8 @@ class WiredSubBlock(NamedTuple):
     """Whether its output travels in the sum of the next sub-block's, together with which it is seen."""
     shares_input: bool = False
     """Whether it takes the normed stream of the sub-block before it, which has the same norm and reads the same."""
+    moves_tokens: bool = False
+    """Whether tokens move to the ranks of their experts and back, so that its output is no partial sum."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +222,11 @@ class ReadPlan:
 
     arrivals: tuple[int, ...]
     """For each output, the first position that sees it."""
+    complete: frozenset[int] = frozenset()
+    """Outputs that are no partial sums, and cross cuts complete."""
 
     @staticmethod
-    def of(missing: Iterable[Sequence[int]]) -> "ReadPlan":
+    def of(missing: Iterable[Sequence[int]], complete: Iterable[int] = ()) -> "ReadPlan":
         """Return the plan of sub-blocks that miss these outputs, or raise ValueError if one misses what was seen."""
         sets = [tuple(sorted(backs)) for backs in missing]
         for index, (backs, allowed) in enumerate(zip(sets, _limit_to_unseen(sets), strict=True)):
@@ -229,7 +237,8 @@ class ReadPlan:
             tuple(
                 next((later for later in range(output + 1, len(sets)) if later - output not in sets[later]), len(sets))
                 for output in range(len(sets))
-            )
+            ),
+            frozenset(complete),
         )
 
     @cached_property
@@ -262,7 +271,9 @@ class ReadPlan:
 
 def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:
     """Return the plan of the sub-blocks of all layers; raise ValueError as `ReadPlan.of`."""
-    return ReadPlan.of(sub_block.missing for sub_blocks in layers for sub_block in sub_blocks)
+    sub_blocks = list(itertools.chain.from_iterable(layers))
+    moving = (position for position, sub_block in enumerate(sub_blocks) if sub_block.moves_tokens)
+    return ReadPlan.of((sub_block.missing for sub_block in sub_blocks), moving)
 
 
 _MIXER, _MLP, _BOTH = SubBlockKind.MIXER, SubBlockKind.MLP, SubBlockKind.MIXER_MLP

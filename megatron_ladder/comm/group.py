@@ -100,6 +100,20 @@ class CommGroup:
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
         return whole, _all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
 
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Work | None]:
+        """Start to send `sent[i]` of the `rows` [n, ...] (contiguous) to rank i, in rank order; numbers may be 0.
+
+        Return the buffer of the rows that arrive, `received[i]` from rank i, in rank order, and the handle; in a group
+        of one rank, the rows themselves and None.
+        """
+        if self.size == 1:
+            return rows, None
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        splits = list(received), list(sent)
+        return into, dist.all_to_all_single(into.data, rows, *splits, group=self.process_group, async_op=True)
+
     def start_send(self, tensor: Tensor, target: int) -> Work:
         """Start to send `tensor` (contiguous, any shape) to the group's rank `target`.
 

@@ -34,14 +34,20 @@ class InFlight(NamedTuple):
     work: Work | None
     """The collective's handle; None if there is nothing to wait for."""
     held: Tensor | None = None
-    """A tensor that is being summed into another. torch releases it at the wait, whichever stream that runs on, so code
-    that waits on a side stream keeps this handle until the two streams have joined (`side_queue.py`)."""
+    """A tensor that is being sent or summed into another. torch releases it at the wait, whichever stream that runs on,
+    so code that waits on a side stream keeps this handle until the two streams have joined (`side_queue.py`)."""
+    finish: Callable[[Tensor], Tensor] | None = None
+    """Makes the result from what has arrived in the buffer."""
 
     def wait(self) -> Tensor:
         """Return the result."""
         if self.work is not None:
             self.work.wait()
-        return self.partial
+        return self.partial if self.finish is None else self.finish(self.partial)
+
+    def completed(self) -> "InFlight":
+        """Wait, and return a handle of the result."""
+        return InFlight(self.wait(), None)
 
 
 Launch = Callable[[Tensor], InFlight]

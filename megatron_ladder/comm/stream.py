@@ -13,8 +13,8 @@ with the same two operations: the gradient of an output is read, that of an inpu
 are borders without communication forward, whose backward completes a gradient that leaves a rank's slice.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +24,32 @@ from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 
 
-class StreamLayout:
-    """The two borders, where every rank holds all positions.
+class Crossing(Protocol):
+    """Carries the input of a body to the ranks that compute with it, and its output back.
 
+    Gradients travel with the same two operations: that of an output as an input, and that of an input as an output.
     Both are differentiable; the collectives of their backward are waited for at once.
     """
 
+    arguments: tuple[Tensor, ...]
+    """Further arguments of the body."""
+    kept: tuple[Tensor, ...]
+    """What is not computed again when the input is."""
+
+    def start_read(self, stream: Tensor) -> InFlight:
+        """Start to map what this rank sends to the input of its body."""
+
+    def start_write(self, partial: Tensor) -> InFlight:
+        """Start to map the output of this rank's body to what its stream gets; do not use `partial` afterwards."""
+
+
+class StreamLayout:
+    """The crossing where every rank holds all positions."""
+
     shards = 1
     """Number of parts of the sequence."""
+    arguments: tuple[Tensor, ...] = ()
+    kept: tuple[Tensor, ...] = ()
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
@@ -74,6 +92,22 @@ class ShardedStream(StreamLayout):
 
     def enter(self, stream: Tensor) -> Tensor:
         return self.start_read(stream).wait()
+
+
+def start_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: CommGroup) -> InFlight:
+    """Start `CommGroup.start_all_to_all`, differentiably; the gradients of the rows return in backward, at once."""
+
+    def start(rows: Tensor) -> tuple[Tensor, Work | None]:
+        return group.start_all_to_all(rows, sent, received)
+
+    def run_back(gradient: Tensor, _: None) -> list[Tensor]:
+        return [InFlight(*group.start_all_to_all(gradient.contiguous(), received, sent)).wait()]
+
+    if group.size == 1:
+        return InFlight(rows, None)
+    rows = rows.contiguous()
+    into, work = _Border.apply(start, run_back, rows)
+    return InFlight(into, work, rows)
 
 
 class _Border(Function):

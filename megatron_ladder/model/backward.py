@@ -37,6 +37,9 @@ and norms that can pass on an unreduced gradient of all tokens, which those of a
 gradients cross complete: g at the cut, and the gradient of each output as far as it arises behind the cut. `MirrorPlan`
 lists the positions.
 
+Gradients of the outputs of experts that expert-parallel ranks divide go far. Each starts as soon as g includes the
+inputs from f_j on, and flies under the sub-blocks between. In such models, gradients cross cuts complete.
+
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
 whose norm trains are reduced for it alone; a sub-block with neither keeps no graph.
@@ -44,7 +47,7 @@ whose norm trains are reduced for it alone; a sub-block with neither keeps no gr
 
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,7 +59,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.stream import share_gradient
+from megatron_ladder.comm.stream import Crossing, StreamLayout, share_gradient
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import SequenceContext, SubBlock, output_slots, walk
@@ -65,18 +68,22 @@ from megatron_ladder.torch_private import run_backward
 
 
 class LocalInput(NamedTuple):
-    """The first local graph of a sub-block, from the stream through the norm, and its result."""
+    """The first local graph of a sub-block, from the stream to what this rank sends of the input, and its result."""
 
     stream: Tensor
     """A leaf that collects its gradient."""
-    normed_edge: GradientEdge | None
-    """None if only the stream is kept for backward, or the normed stream needs no gradient."""
-    normed: Tensor
+    edges: tuple[GradientEdge, ...]
+    """Those of what is sent, and of the losses that arise here; none if only the stream is kept for backward, or it
+    needs no gradient."""
+    sent: Tensor
     """This rank's tokens, detached."""
+    crossing: Crossing
     whole: InFlight | None
-    """All tokens; None once the body has used them."""
+    """The input of the body; None once the body has used it."""
     input_gradient: InputGradient
-    """Collects the gradient of `normed` from all sub-blocks that take it."""
+    """Collects the gradient of `sent` from all sub-blocks that take it."""
+    loss_names: tuple[str, ...]
+    stats: PassStats
 
 
 class LocalGraphs(NamedTuple):
@@ -84,7 +91,7 @@ class LocalGraphs(NamedTuple):
 
     input: LocalInput
     partial: GradientEdge
-    losses: dict[str, GradientEdge]
+    losses: Mapping[str, GradientEdge]
 
 
 class MirrorPlan(NamedTuple):
@@ -106,7 +113,7 @@ class MirrorPlan(NamedTuple):
     @staticmethod
     def of(plan: ReadPlan, first: int, last: int, sharded: bool) -> "MirrorPlan":
         """Return the plan of sub-blocks `first` to `last` - 1."""
-        crosses_unreduced = plan.in_order and not sharded
+        crosses_unreduced = plan.in_order and not sharded and not plan.complete
         crossing = _crossing_positions(plan, first) if crosses_unreduced else []
         behind = _crossing_positions(plan, last) if crosses_unreduced else []
         first_reduced = crossing[-1].stop if crossing else first
@@ -140,12 +147,13 @@ class ForwardRecord:
         context: SequenceContext,
         plan: ReadPlan,
         first: int,
-        launch: Launch,
+        layout: StreamLayout,
         queue: CudaSideQueue | None,
         state_trains: bool,
         crossing_norms: Collection[RMSNorm] = (),
+        overlap: bool = True,
     ) -> None:
-        """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` prepares inputs ahead.
+        """Prepare a pass over sub-blocks from `first` on; `queue` prepares inputs ahead.
 
         `state_trains`: whether the state that enters needs a gradient. `crossing_norms` are those of `MirrorPlan`,
         unless all norms get partial gradients.
@@ -154,10 +162,10 @@ class ForwardRecord:
         self.context = context
         self.plan = plan
         self.first, self.last = first, first + len(steps)
-        self.launch = launch
-        self.layout = steps[0].layout
+        self.layout = layout
         self.sharded = self.layout.shards > 1
         self.queue = queue
+        self.overlap = overlap
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
         norms = Counter(step.norm for step in steps if not step.shares_input)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
@@ -173,12 +181,13 @@ class ForwardRecord:
         """The sub-blocks that go backward."""
         self._extra_arguments: dict[int, tuple[Tensor, ...]] = {}
         """For each sub-block that is recomputed what its body does not compute again."""
+        self._crossings: dict[int, Crossing] = {}
         self._recorded: dict[int, LocalGraphs | LocalInput | Tensor] = {}
         """For each sub-block that goes backward its graphs, or only the stream if it is recomputed."""
 
     def walk(self, state: Tensor) -> tuple[Tensor, PassStats]:
         """Walk the range forward."""
-        return walk(state, self, self.plan, self.first, self.launch, self.queue)
+        return walk(state, self, self.plan, self.first, self.layout, self.queue, self.overlap)
 
     def walk_backward(self, entered: torch.Size, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> Tensor | None:
         """Return the gradient of the state that entered, which had this shape, if it needs one."""
@@ -191,42 +200,57 @@ class ForwardRecord:
         with_graph = not self.steps[step].recompute and self._needs_normed(step)
         return stream, self._start_input(step, leaf, with_graph)
 
-    def start_output(self, step: int, input: LocalInput, launch: Launch) -> tuple[InFlight, PassStats]:
-        """See `ForwardPass.start_output`."""
+    def compute(self, step: int, input: LocalInput) -> tuple[Tensor, Launch, PassStats]:
+        """See `ForwardPass.compute`."""
         sub_block = self.steps[step]
+        self._crossings[step] = input.crossing
         goes_backward = self.first + step in self.backward_order
         if goes_backward and not sub_block.recompute:
             self._recorded[step], partial, stats = self._build(step, input)
-            return launch(partial), stats
+            return partial, input.crossing.start_write, stats
         assert input.whole is not None
-        partial, stats, extra_arguments = sub_block.body(input.whole.wait(), self.context)
+        partial, stats, extra_arguments = sub_block.body(
+            input.whole.wait(), self.context, None, *input.crossing.arguments
+        )
         if goes_backward:
             self._extra_arguments[step] = extra_arguments
             self._recorded[step] = input.stream
-        return launch(partial), stats
+        return partial, input.crossing.start_write, input.stats.plus(stats)
 
     def _first_input_after(self, outputs: Sequence[int]) -> int:
         """Return the first position whose input contains one of these outputs."""
         return min(self.plan.arrivals[output] for output in outputs)
 
     def _needs_normed(self, step: int) -> bool:
-        """Whether a sub-block needs the gradient of its normed stream."""
-        return self.first + step >= self._first_needed or self.steps[step].norm.weight.requires_grad
+        """Whether a sub-block needs the gradient of its input."""
+        sub_block = self.steps[step]
+        return self.first + step >= self._first_needed or sub_block.norm.weight.requires_grad or sub_block.border.trains
 
     def gather_again(self, step: int) -> None:
         """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
+        if not self.gathers(step):
+            return
         recorded = self._recorded[step]
         with self.steps[step].named("gather"):
             if isinstance(recorded, LocalGraphs):
                 input_gradient = recorded.input.input_gradient
                 if input_gradient.needs_input_again and input_gradient.input_again is None:
-                    input_gradient.input_again = self.layout.start_read(recorded.input.normed)
+                    input_gradient.input_again = recorded.input.crossing.start_read(recorded.input.sent)
             elif isinstance(recorded, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The input keeps
                 # what the chain uses until then.
                 start = functools.partial(self._start_input, step, recorded, self._needs_normed(step))
-                self._recorded[step] = start() if self.queue is None else self.queue.run(start, uses=None)
+                queue = None if self.steps[step].wired.moves_tokens else self.queue
+                self._recorded[step] = start() if queue is None else queue.run(start, uses=None)
+
+    def gathers(self, step: int) -> bool:
+        """Whether the input of a sub-block, and the gradient of its output, come from other ranks."""
+        return self.sharded or self.steps[step].wired.moves_tokens
+
+    def crossing(self, position: int) -> Crossing:
+        """Return the crossing of a sub-block whose input has been read."""
+        return self._crossings[position - self.first]
 
     def pop_graphs(self, step: int) -> LocalGraphs:
         """Remove and return the graphs of a sub-block."""
@@ -239,14 +263,17 @@ class ForwardRecord:
             return self._build(step, recorded)[0]
 
     def _start_input(self, step: int, leaf: Tensor, with_graph: bool) -> LocalInput:
-        norm = self.steps[step].norm
+        sub_block = self.steps[step]
         with torch.set_grad_enabled(with_graph):
-            normed = norm(leaf, stand_in=functools.partial(self._stand_in, step) if with_graph else None)
-        detached = normed.detach()
-        edge = get_gradient_edge(normed) if with_graph else None
-        keeps_input = not self.sharded or self.steps[step].recompute
-        input_gradient = InputGradient(self.launch, keeps_input)
-        return LocalInput(leaf, edge, detached, self.layout.start_read(detached), input_gradient)
+            normed = sub_block.norm(leaf, stand_in=functools.partial(self._stand_in, step) if with_graph else None)
+            part, crossing, stats = sub_block.border.open(normed, self.context, self._crossings.get(step))
+        sent = part.detach()
+        keeps_input = not self.sharded or sub_block.recompute or sub_block.wired.moves_tokens
+        input_gradient = InputGradient(crossing.start_write, keeps_input)
+        losses = _gradient_edges(stats.losses)
+        edges = (get_gradient_edge(part), *losses.values()) if with_graph else ()
+        whole = crossing.start_read(sent)
+        return LocalInput(leaf, edges, sent, crossing, whole, input_gradient, (*losses,), stats.detached())
 
     def _stand_in(self, step: int, weight: Tensor) -> Tensor:
         """Return the weight of the norm of a step, or a leaf that collects its gradients until the pass ends.
@@ -281,11 +308,15 @@ class ForwardRecord:
             normed = input.whole.wait()
             if self._needs_normed(step):
                 normed = reached_by_backward(normed)
-            extra_arguments = self._extra_arguments.pop(step, ())
-            partial, stats, _ = self.steps[step].body(normed, self.context, input.input_gradient, *extra_arguments)
-        edges = {name: get_gradient_edge(loss) for name, loss in stats.losses.items() if loss.requires_grad}
-        graphs = LocalGraphs(input._replace(whole=None), get_gradient_edge(partial), edges)
-        return graphs, partial.detach(), stats.detached()
+            arguments = *input.crossing.arguments, *self._extra_arguments.pop(step, ())
+            partial, stats, _ = self.steps[step].body(normed, self.context, input.input_gradient, *arguments)
+        losses = _gradient_edges(stats.losses)
+        graphs = LocalGraphs(input._replace(whole=None), get_gradient_edge(partial), losses)
+        return graphs, partial.detach(), input.stats.plus(stats.detached())
+
+
+def _gradient_edges(losses: Mapping[str, Tensor]) -> Mapping[str, GradientEdge]:
+    return {name: get_gradient_edge(loss) for name, loss in losses.items() if loss.requires_grad}
 
 
 class BackwardWalk:
@@ -307,10 +338,13 @@ class BackwardWalk:
         """Outputs and their gradients."""
         self._crossing: list[Tensor | None] = [None for _ in self._plan.crossing]
         """The sums of the gradients that cross to the range before, by output that crosses."""
-        self._ahead: InFlight | None = None
-        """The gradient of the output of the sub-block that goes backward next."""
+        self._started: dict[int, InFlight] = {}
+        """Gradients of outputs that have been started ahead."""
+        self._far = deque(
+            output for output in record.backward_order if record.steps[output - record.first].wired.moves_tokens
+        )
         left = record.plan.missing(record.last)
-        gradients = [self._in_slots(slots) for slots in output_slots(state_gradient, len(left))]
+        gradients = [self._in_slots(slots) for slots in output_slots(state_gradient, left, record.plan)]
         if not self._plan.crosses_unreduced:
             self._complete.update(zip(left, gradients, strict=True))
             return
@@ -321,23 +355,18 @@ class BackwardWalk:
     def run(self, entered: torch.Size) -> Tensor | None:
         """Return the gradient of the state that entered the range, which has this shape, if it needs one."""
         record = self._record
-        if record.sharded:
-            record.gather_again(record.backward_order[0] - record.first)
+        record.gather_again(record.backward_order[0] - record.first)
         for position, following in itertools.pairwise([*record.backward_order, None]):
             assert position is not None
             step = position - record.first
+            if record.steps[step].wired.moves_tokens and position not in self._started:
+                # Under the recomputation, if there is one.
+                self._started[position] = self._start_gradient(position)
             graphs = record.pop_graphs(step)
-            if record.sharded:
-                gradient = (self._join() or self._start_gather(position)).wait()
-            else:
-                gradient = self._output_gradient(position)
-            if record.sharded and following is not None:
+            gradient = self._wait_for_gradient(position)
+            if following is not None:
                 record.gather_again(following - record.first)
-            if record.queue is not None and following is not None and record.plan.arrivals[following] > position:
-                # The gradient of the next output does not depend on the sub-block that is about to run. If g has passed
-                # the output, its gather alone uses the gradient, and holds it.
-                uses = (self._stream_gradient, *self._reduces.values())
-                self._ahead = record.queue.run(functools.partial(self._start_gather, following), uses)
+                self._start_ahead(position, following)
             with record.steps[step].named("backward"):
                 self._differentiate(position, graphs, gradient)
         if not record.state_trains:
@@ -350,13 +379,13 @@ class BackwardWalk:
 
     def _entered_gradient(self, entered: torch.Size) -> Tensor:
         gradients: Sequence[Tensor | None] = self._crossing
+        entering = self._record.plan.missing(self._record.first)
         if not self._plan.crosses_unreduced:
-            entering = self._record.plan.missing(self._record.first)
             gradients = [self._output_gradient(output) for output in reversed(entering)][::-1]
         self._advance(self._plan.first_reduced)
         state_gradient = self._stream_gradient.new_zeros(entered)
         state_gradient[0] = self._stream_gradient
-        for slots, gradient in zip(output_slots(state_gradient, len(gradients)), gradients, strict=True):
+        for slots, gradient in zip(output_slots(state_gradient, entering, self._record.plan), gradients, strict=True):
             if gradient is not None:
                 slots.copy_(gradient)
         return state_gradient
@@ -367,26 +396,52 @@ class BackwardWalk:
 
     def _start_sum(self, unreduced: Tensor) -> InFlight:
         """Start to sum a gradient that crossed a cut over the ranks."""
-        return self._record.launch(unreduced.clone())
+        return self._record.layout.start_write(unreduced.clone())
 
     def _pass_on(self, position: int, unreduced: Tensor) -> None:
         """Start to sum the gradient of an input over the ranks, or leave it to the range before."""
         if position >= self._plan.first_reduced:
-            self._reduces[position] = self._start_sum(unreduced).wait
+            in_flight = self._start_sum(unreduced)
+            self._reduces[position] = (in_flight if self._record.overlap else in_flight.completed()).wait
             return
         index = next(index for index, positions in enumerate(self._plan.crossing) if position in positions)
         earlier = self._crossing[index]
         self._crossing[index] = unreduced if earlier is None else earlier + unreduced
 
-    def _start_gather(self, position: int) -> InFlight:
-        with self._record.steps[position - self._record.first].named("gather"):
-            return self._record.layout.start_read(self._output_gradient(position))
+    def _start_ahead(self, position: int, following: int) -> None:
+        """Start the gradients of outputs that do not depend on the sub-block that is about to run: of those that came
+        from far, and with a side queue, that of the next one."""
+        record, arrivals = self._record, self._record.plan.arrivals
+        ready = []
+        while self._far and self._far[0] >= position:
+            self._far.popleft()
+        while self._far and arrivals[self._far[0]] > position:
+            ready.append(self._far.popleft())
+        is_next = record.queue is not None and record.gathers(following - record.first)
+        if is_next and arrivals[following] > position and following not in (*ready, *self._started):
+            ready.append(following)
+        for output in ready:
+            start = functools.partial(self._start_gradient, output)
+            if record.queue is None:
+                self._started[output] = start()
+            else:
+                # If g has passed the output, its gather alone uses the gradient, and holds it.
+                uses = (self._stream_gradient, *self._reduces.values())
+                self._started[output] = record.queue.run(start, uses)
 
-    def _join(self) -> InFlight | None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._record.queue is not None:
+    def _start_gradient(self, position: int) -> InFlight:
+        """Start to bring the gradient of an output to the ranks that have computed it."""
+        record, step = self._record, position - self._record.first
+        if not record.gathers(step):
+            return InFlight(self._output_gradient(position), None)
+        with record.steps[step].named("gather"):
+            return record.crossing(position).start_read(self._output_gradient(position))
+
+    def _wait_for_gradient(self, position: int) -> Tensor:
+        started = self._started.pop(position, None)
+        if started is not None and self._record.queue is not None:
             self._record.queue.join()
-        return ahead
+        return (started or self._start_gradient(position)).wait()
 
     def _output_gradient(self, output: int) -> Tensor:
         self._advance(self._record.plan.arrivals[output])
@@ -410,8 +465,7 @@ class BackwardWalk:
         crosses = position < self._plan.first_reduced
         if crosses:
             input_gradient.launch = leave_unreduced
-        # Every rank has computed the losses.
-        grad_losses = [self._losses[name] / step.group.size for name in graphs.losses]
+        grad_losses = [self._losses[name] for name in graphs.losses]
         run_backward((graphs.partial, *graphs.losses.values()), (gradient, *grad_losses))
         if input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum, or nothing needs it.
@@ -423,15 +477,15 @@ class BackwardWalk:
             self._pass_on(position, unreduced)
 
     def _wait_and_norm(self, step: SubBlock, input: LocalInput) -> Tensor | None:
-        grad_normed = input.input_gradient.wait()
+        gradients = input.input_gradient.wait(), *(self._losses[name] for name in input.loss_names)
         with step.named("norm backward"):
-            return run_norm_backward(input.normed_edge, input.stream, grad_normed)
+            return run_norm_backward(input.edges, input.stream, gradients)
 
 
-def run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, grad_normed: Tensor) -> Tensor | None:
+def run_norm_backward(edges: tuple[GradientEdge, ...], stream: Tensor, gradients: tuple[Tensor, ...]) -> Tensor | None:
     """Return the gradient of the stream at the input of a norm, if it is needed."""
-    assert normed_edge is not None
-    run_backward((normed_edge,), (grad_normed,))
+    assert edges, "an input that needs no gradient"
+    run_backward(edges, gradients)
     return stream.grad
 
 

@@ -33,7 +33,7 @@ def walk_desync(stream: Tensor, steps: Sequence[SubBlock], context: SequenceCont
         if step.wired.reads_shared:
             stream, norm_weight = enter_tensor_parallel_region(step.group, stream, step.norm.weight)
         with step.named("forward"):
-            partial, stats, _ = step.compute(stream, context, norm_weight)
+            (partial, stats, _), _ = step.compute(stream, context, norm_weight)
         assert not stats.losses, "ranks with separate streams have different losses"
         if step.wired.leaves_shared:
             stream = start_all_reduce(partial + stream / step.group.size, step.group).wait()

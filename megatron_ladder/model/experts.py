@@ -9,6 +9,10 @@ part of the width of every expert, or whole experts; either way its y is a parti
 the input, of the chosen weights, and so of the router's matrix, which all ranks hold; the last one is summed with those
 of the norms. The biases b_e are no sums over ranks: each enters the partial sum of one rank, which has its gradient.
 
+Expert-parallel ranks hold whole experts and exchange tokens instead (`DividedExperts`): each rank routes its own
+tokens, sends each one to the ranks of its experts, and adds up what returns, in the order of the choices. There, the
+gradients of the router are sums over this rank's tokens, as those of norms.
+
 Layouts: x [s, b, h]; n = s b tokens; scores [s, b, E]; rows of tokens sorted by expert [n k, ...].
 """
 
@@ -16,6 +20,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +29,13 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.blueprint.tensors import SubBlockTensors, kept_expert_rows
 from megatron_ladder.blueprint.wiring import BranchKind
-from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.stream import Crossing, copy_to_tensor_parallel_region, share_gradient, start_exchange
 from megatron_ladder.model.bodies import MLP, MixerBody
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.stats import PassStats
-from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
+from megatron_ladder.model.sub_block import Body, BodyOutput, SentInput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.products import (
     ExpertPass,
@@ -42,6 +49,13 @@ from megatron_ladder.parallel.products import (
 
 _PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.MIXER: MixerBody, BranchKind.MLP: MLP}
 """Bodies of what a sub-block computes besides routed experts."""
+
+
+def _parallel_bodies(build: BuildContext, number: int, tensors: SubBlockTensors) -> nn.ModuleList:
+    branches = [branch for branch in tensors.branches if branch.kind in _PARALLEL_BODIES]
+    return nn.ModuleList(
+        _PARALLEL_BODIES[branch.kind](build, number, replace(tensors, branches=(branch,))) for branch in branches
+    )
 
 
 class Router(ParallelModule):
@@ -118,9 +132,44 @@ class _ExpertMatrices(ParallelModule):
         factors = weights.new_zeros(*chosen.shape[:-1], self.count + 1).scatter(-1, columns, weights)
         return factors[..., :-1].to(self.down.dtype)
 
+    def reads_on_host(self) -> bool:
+        """Whether the host waits for choices on CUDA."""
+        return reads_on_host(self.gate)
+
+
+class _DividedMatrices(_ExpertMatrices):
+    """Those of an expert-parallel rank, which computes rows of its experts only."""
+
+    def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None) -> Tensor:  # type: ignore[override]
+        """Return the weighted output of one local expert for each row [m, h + 1], which ends in its weight."""
+        sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=True)
+        matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return run_experts(rows, matrices, None, ExpertPass(sorted_rows, len(rows), self.swiglu, input_gradient))
+
+    def reads_on_host(self) -> bool:
+        """See `_ExpertMatrices.reads_on_host`."""
+        return True
+
+
+class _Choice(NamedTuple):
+    """What a router finds for the tokens of a micro-batch."""
+
+    chosen: Tensor
+    """The experts of each token, [s, b, k]."""
+    weights: Tensor
+    """[s, b, k]"""
+    stats: PassStats
+    kept: tuple[Tensor, ...]
+    """What a repetition does not find again."""
+
 
 class _RoutedExperts(nn.Module):
-    """Router and experts."""
+    """Router and experts.
+
+    Attributes:
+        sequence: ranks that route different positions of the same sequences, if expert-parallel ranks divide the
+            experts. All their sums are parts then; otherwise the tensor-parallel ranks route all positions alike.
+    """
 
     def __init__(self, build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> None:
         super().__init__()
@@ -128,21 +177,37 @@ class _RoutedExperts(nn.Module):
         self.options = build.experts
         self.layer = tensors.layer
         self.sums_input = build.mesh.stream.shards == 1
+        self.sequence = build.mesh.tensor if tensors.wired.moves_tokens else None
         self.router = Router(build, branch)
-        self.matrices = _ExpertMatrices(build, branch)
+        self.matrices = (_DividedMatrices if tensors.wired.moves_tokens else _ExpertMatrices)(build, branch)
 
     def forward(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None, choice: Sequence[Tensor]
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None, earlier: Sequence[Tensor]
     ) -> BodyOutput:
-        """Return what `Experts` does without its other branches; `choice` may contain the experts of each token."""
+        """Return what `Experts` does without its other branches; `earlier`: what an earlier run kept."""
         x = normed
         if input_gradient is None and self.sums_input:
             x = copy_to_tensor_parallel_region(normed, self.router.group)
+        chosen, weights, stats, kept = self.route(x, context, input_gradient, earlier)
+        return BodyOutput(self.matrices(x, chosen, weights, input_gradient), stats, kept)
+
+    def route(
+        self,
+        x: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        earlier: Sequence[Tensor] = (),
+    ) -> _Choice:
+        """Choose the experts of tokens x [s, b, h]; `earlier`: what an earlier choice kept."""
         logits = self.router(x, input_gradient)
         scores = logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
-        (chosen,) = choice or (_choose(self.config, scores.detach(), self.router.expert_bias),)
-        stats = self._stats(logits, scores, chosen, context.token_mask) if context.counts else PassStats()
-        return BodyOutput(self.matrices(x, chosen, self._weights(scores, chosen), input_gradient), stats, (chosen,))
+        chosen, *loads = earlier or (_choose(self.config, scores.detach(), self.router.expert_bias),)
+        stats = PassStats()
+        if context.counts:
+            counted = self._counted(chosen, context.token_mask)
+            loads = loads or [self._loads(chosen, counted)]
+            stats = self._stats(logits, scores, counted, *loads)
+        return _Choice(chosen, self._weights(scores, chosen), stats, (chosen, *loads))
 
     def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         weights = scores.gather(-1, chosen)
@@ -152,26 +217,41 @@ class _RoutedExperts(nn.Module):
             weights = weights / (total + 1e-20 if self.config.moe_router_score_function == "sigmoid" else total)
         return weights * self.config.moe_router_topk_scaling_factor
 
-    def _stats(self, logits: Tensor, scores: Tensor, chosen: Tensor, token_mask: Tensor | None) -> PassStats:
+    def _counted(self, chosen: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return for each token, [s, b], whether it counts in losses and loads: 1, or 0 for padding."""
+        if token_mask is None:
+            return torch.ones_like(chosen[..., 0])
+        if self.sequence is not None:
+            token_mask = token_mask.chunk(self.sequence.size)[self.sequence.rank]
+        return token_mask.long()
+
+    def _loads(self, chosen: Tensor, counted: Tensor) -> Tensor:
+        """Return how many tokens of each sequence chose each expert, [b, E]."""
+        loads = _count(chosen, counted, self.config.num_experts)
+        return loads if self.sequence is None else self.sequence.all_reduce(loads)
+
+    def _stats(self, logits: Tensor, scores: Tensor, counted: Tensor, loads: Tensor) -> PassStats:
         """Return losses and loads.
 
         The balancing loss of a sequence of n tokens is n E sum f P (arXiv 2101.03961), where f is each expert's
         share of the choices, and P its mean score.
         """
         options = self.options
-        counted = torch.ones_like(chosen[..., 0]) if token_mask is None else token_mask.long()
-        loads = _count(chosen, counted, scores.shape[-1])
+        top = self.config.moe_router_topk
         losses = {}
         if options.balancing:
             shares = (scores / scores.sum(-1, keepdim=True) * counted.unsqueeze(-1)).sum(0)
             balanced = loads
-            tokens = counted.sum(0)
             if options.balancing_of == "aux_loss":
-                shares, balanced, tokens = (each.sum(0, keepdim=True) for each in (shares, loads, tokens))
+                shares, balanced = (each.sum(0, keepdim=True) for each in (shares, loads))
+            tokens = balanced.sum(-1) // top
             unbalanced = ((balanced * shares).sum(-1) / tokens.clamp(min=1)).sum()
-            losses[BALANCING_LOSS] = options.balancing * scores.shape[-1] / chosen.shape[-1] * unbalanced
+            losses[BALANCING_LOSS] = options.balancing * scores.shape[-1] / top * unbalanced
         if options.z_loss:
             losses[ROUTER_Z_LOSS] = options.z_loss * (logits.logsumexp(-1).square() * counted).sum()
+        if self.sequence is None:
+            # Every rank computes the losses.
+            losses = {name: share_gradient(loss, self.router.group) for name, loss in losses.items()}
         return PassStats(losses, {self.layer: loads.sum(0)})
 
 
@@ -180,30 +260,126 @@ class Experts(Body):
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
-        self.parallel_bodies = nn.ModuleList()
-        for branch in tensors.branches:
-            if branch.kind is BranchKind.EXPERTS:
-                self.routed = _RoutedExperts(build, tensors, branch)
-            else:
-                body = _PARALLEL_BODIES[branch.kind](build, number, replace(tensors, branches=(branch,)))
-                self.parallel_bodies.append(body)
+        self.parallel_bodies = _parallel_bodies(build, number, tensors)
+        (branch,) = (branch for branch in tensors.branches if branch.kind is BranchKind.EXPERTS)
+        self.routed = _RoutedExperts(build, tensors, branch)
 
     def forward(
         self,
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        *earlier_choice: Tensor,
+        *earlier: Tensor,
     ) -> BodyOutput:
-        """See `Body`; what it keeps are the experts of each token, [s, b, k]. Recomputation does not choose again."""
-        routed: BodyOutput = self.routed(normed, context, input_gradient, earlier_choice)
+        """See `Body`; what it keeps are the experts of each token, [s, b, k], and loads. Recomputation does not choose
+        again."""
+        routed: BodyOutput = self.routed(normed, context, input_gradient, earlier)
         others = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
         return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
 
 
+class SideBySide(Body):
+    """Attention and a shared expert of one norm, whose outputs travel in one sum; see `MIXER_SHARED`."""
+
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        self.parallel_bodies = _parallel_bodies(build, number, tensors)
+
+    def forward(
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
+    ) -> BodyOutput:
+        """See `Body`."""
+        partials = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
+        return BodyOutput(functools.reduce(torch.add, partials))
+
+
+class _TokenExchange:
+    """The crossing of divided experts: tokens travel to the ranks of their experts, and products return.
+
+    Layouts: tokens [s, b, h]; rows [m, h], sorted by source rank, then expert. What travels with the tokens of an input
+    are the weights of their choices: sent are [s, b, h + k], and received rows [m, h + 1]. In backward, the gradient of
+    an output travels as tokens, and that of an input returns as [m, h + 1], summed over the choices of each token, with
+    the gradients of the weights.
+
+    Attributes:
+        arguments: the local expert of each row, [m].
+        kept: the choices and loads.
+    """
+
+    arguments: tuple[Tensor, ...]
+
+    def __init__(self, group: CommGroup, chosen: Tensor, experts: int, width: int, kept: tuple[Tensor, ...]) -> None:
+        """Send the numbers of rows ahead; `chosen` [s, b, k] of so many experts, for tokens of this width."""
+        self.kept = kept
+        self._group = group
+        self._width = width
+        self._rows = SortedRows.of(chosen, 0, experts, all_local=True)
+        counts = self._rows.offsets.diff(prepend=self._rows.offsets.new_zeros(1)).view(group.size, -1)
+        each = [1] * group.size
+        self._counts = counts
+        self._arriving: InFlight | None = InFlight(*group.start_all_to_all(counts, each, each))
+
+    def _wait_for_counts(self, arriving: InFlight) -> None:
+        """Learn how many rows come from where; the only time when the host waits for the choices."""
+        counts = arriving.wait()
+        self._sent, self._received = torch.stack([self._counts.sum(1), counts.sum(1)]).tolist()
+        experts = torch.arange(counts.shape[1], device=counts.device).repeat(self._group.size)
+        self.arguments = (experts.repeat_interleave(counts.flatten(), output_size=sum(self._received)),)
+        self._arriving = None
+
+    def start_read(self, stream: Tensor) -> InFlight:
+        """See `Crossing`."""
+        if self._arriving is not None:
+            self._wait_for_counts(self._arriving)
+        tokens, weights = stream.flatten(0, -2).tensor_split([self._width], dim=-1)
+        rows = tokens[self._rows.tokens]
+        if weights.shape[-1]:
+            rows = torch.cat([rows, self._rows.sort(weights).unsqueeze(-1)], dim=-1)
+        return start_exchange(rows, self._sent, self._received, self._group)
+
+    def start_write(self, partial: Tensor) -> InFlight:
+        """See `Crossing`."""
+        return start_exchange(partial, self._received, self._sent, self._group)._replace(finish=self._sum_choices)
+
+    def _sum_choices(self, rows: Tensor) -> Tensor:
+        products, weights = rows.tensor_split([self._width], dim=-1)
+        total = self._rows.sum_by_token(products)
+        if not weights.shape[-1]:
+            return total
+        return torch.cat([total, weights[self._rows.back].view(self._rows.shape)], dim=-1)
+
+
+class DividedExperts(Body):
+    """Routed experts of which each expert-parallel rank has some; also the border where it chooses and sends tokens."""
+
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        (branch,) = tensors.branches
+        self.group = build.mesh.experts
+        self.routed = _RoutedExperts(build, tensors, branch)
+
+    @property
+    def trains(self) -> bool:
+        """See `Border`."""
+        return any(weight.requires_grad for weight in self.routed.router.parameters())
+
+    def open(self, normed: Tensor, context: SequenceContext, earlier: Crossing | None = None) -> SentInput:
+        """See `Border`."""
+        chosen, weights, stats, kept = self.routed.route(normed, context, earlier=earlier.kept if earlier else ())
+        experts = self.routed.config.num_experts
+        crossing = earlier or _TokenExchange(self.group, chosen, experts, normed.shape[-1], kept)
+        return SentInput(torch.cat([normed, weights.to(normed.dtype)], dim=-1), crossing, stats)
+
+    def forward(
+        self, rows: Tensor, context: SequenceContext, input_gradient: InputGradient | None, experts: Tensor
+    ) -> BodyOutput:
+        """Received rows [m, h + 1] of these local experts [m] -> their weighted products [m, h]."""
+        return BodyOutput(self.routed.matrices(rows, experts, input_gradient))
+
+
 def waits_for_choices(model: nn.Module) -> bool:
     """Whether the host waits in a pass on CUDA until experts are chosen, so that no graph can contain it."""
-    return any(reads_on_host(module.gate) for module in model.modules() if isinstance(module, _ExpertMatrices))
+    return any(module.reads_on_host() for module in model.modules() if isinstance(module, _ExpertMatrices))
 
 
 def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:

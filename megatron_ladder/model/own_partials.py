@@ -35,6 +35,7 @@ from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
+from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.backward import BackwardWalk, ForwardRecord, LocalGraphs, run_norm_backward
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
@@ -135,14 +136,11 @@ class _LanesPass:
         _, started = self._inner.start_input(step, functools.reduce(torch.add, self.parts.values(), inputs), None)
         return stream, started
 
-    def start_output(self, step: int, input: Any, launch: Launch) -> tuple[InFlight, PassStats]:
-        """See `ForwardPass.start_output`."""
-
-        def launch_sum(parts: Tensor) -> InFlight:
-            self.parts[self._first + step] = parts
-            return launch(_sum_lanes(parts))
-
-        return self._inner.start_output(step, input, launch_sum)
+    def compute(self, step: int, input: Any) -> tuple[Tensor, Launch, PassStats]:
+        """See `ForwardPass.compute`."""
+        parts, start, stats = self._inner.compute(step, input)
+        self.parts[self._first + step] = parts
+        return _sum_lanes(parts), start, stats
 
 
 def walk_own_partials(
@@ -150,15 +148,16 @@ def walk_own_partials(
     forward: ForwardPass[Any],
     plan: ReadPlan,
     first: int,
-    launch: Launch,
+    layout: StreamLayout,
     queue: CudaSideQueue | None,
+    overlap: bool = True,
 ) -> tuple[Tensor, PassStats]:
     """Walk a range of sub-blocks whose bodies are `LaneBodies`; see `walk`."""
     entering, leaving = plan.missing(first), plan.missing(first + len(forward.steps))
-    parts = dict(zip(entering, output_slots(state, len(entering)), strict=True))
+    parts = dict(zip(entering, output_slots(state, entering, plan), strict=True))
     lanes = _LanesPass(forward, plan, first, parts)
     summed = torch.stack([state[0], *map(_sum_lanes, parts.values())])
-    left, stats = walk(summed, lanes, plan, first, launch, queue)
+    left, stats = walk(summed, lanes, plan, first, layout, queue, overlap)
     return torch.cat([left[:1], *(lanes.parts[output] for output in leaving)]), stats
 
 
@@ -167,7 +166,7 @@ class OwnPartialsRecord(ForwardRecord):
 
     def walk(self, state: Tensor) -> tuple[Tensor, PassStats]:
         """See `ForwardRecord.walk`."""
-        return walk_own_partials(state, self, self.plan, self.first, self.launch, self.queue)
+        return walk_own_partials(state, self, self.plan, self.first, self.layout, self.queue, self.overlap)
 
     def walk_backward(self, entered: torch.Size, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> Tensor | None:
         """See `ForwardRecord.walk_backward`."""
@@ -191,7 +190,7 @@ class _OwnPartialsBackward(BackwardWalk):
         return slots
 
     def _start_sum(self, unreduced: Tensor) -> InFlight:
-        return self._record.launch(_sum_lanes(unreduced))
+        return self._record.layout.start_write(_sum_lanes(unreduced))
 
     def _pass_on(self, position: int, unreduced: Tensor) -> None:
         for output in self._unreduced.keys() & {*self._record.plan.missing(position)}:
@@ -204,15 +203,15 @@ class _OwnPartialsBackward(BackwardWalk):
     def _differentiate(self, position: int, graphs: LocalGraphs, gradient: Tensor) -> None:
         input = graphs.input
         # Without the graphs, whose nodes lead to this function: a cycle through C++ would never be freed.
-        end_input = functools.partial(self._end_input, position, input.normed_edge, input.stream)
+        end_input = functools.partial(self._end_input, position, input.edges, input.stream)
         input.input_gradient.launch = end_input
-        run_backward((graphs.partial,), (gradient.expand_as(input.normed),))
+        run_backward((graphs.partial,), (gradient.expand_as(input.sent),))
 
     def _end_input(
-        self, position: int, normed_edge: GradientEdge | None, stream: Tensor, grad_normed: Tensor
+        self, position: int, edges: tuple[GradientEdge, ...], stream: Tensor, grad_normed: Tensor
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which starts if the stream needs a gradient."""
-        unreduced = run_norm_backward(normed_edge, stream, grad_normed)
+        unreduced = run_norm_backward(edges, stream, (grad_normed,))
         if unreduced is not None:
             self._pass_on(position, unreduced)
         return leave_unreduced(grad_normed)

@@ -2,7 +2,8 @@
 
 A pipeline can cut a model of any wiring at any layer. The stream, and the outputs that the first sub-block behind the
 cut misses, cross it as one tensor. These outputs cross unreduced: the next range starts their reduce, which runs under
-its first sub-block. Outside the rule is desync, which has a separate walk (`desync.py`).
+its first sub-block. Those of experts that expert-parallel ranks divide are no partial sums, and cross complete. Outside
+the rule is desync, which has a separate walk (`desync.py`).
 """
 
 import functools
@@ -13,23 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.expert_parallel import divide_experts
 from megatron_ladder.blueprint.model import head_replicas, local_lanes
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, plan_reads
-from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.inflight import start_all_reduce
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, MirrorPlan, walk_mirrored
 from megatron_ladder.model.bodies import MLP, MixerBody, MixerMLP
 from megatron_ladder.model.desync import walk_desync
-from megatron_ladder.model.experts import Experts
+from megatron_ladder.model.experts import DividedExperts, Experts, SideBySide
 from megatron_ladder.model.mixers.mixer import Heads
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.own_partials import LaneBodies, LaneNorm, OwnPartialsRecord, walk_own_partials
 from megatron_ladder.model.stats import PassStats
-from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
+from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, StreamBorder, SubBlock, walk
 
 BODIES: dict[SubBlockKind, type[Body]] = {
     SubBlockKind.MIXER: MixerBody,
@@ -39,6 +41,7 @@ BODIES: dict[SubBlockKind, type[Body]] = {
     SubBlockKind.MIXER_EXPERTS: Experts,
     SubBlockKind.ROUTED_EXPERTS: Experts,
     SubBlockKind.SHARED_EXPERT: MLP,
+    SubBlockKind.MIXER_SHARED: SideBySide,
     SubBlockKind.SECOND_MIXER: MixerBody,
     SubBlockKind.SECOND_MLP: MLP,
 }
@@ -67,11 +70,12 @@ class _TransformerLayer(nn.Module):
         self.bodies = nn.ModuleDict()
         number = sum(kind.has_mixer for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         has_lanes = build.config.lanes > 0
-        for tensors in layer_tensors(build.config)[layer]:
+        for tensors in layer_tensors(build.config, build.mesh.experts.size > 1)[layer]:
             kind = tensors.wired.kind
             if not tensors.shares_norm:
                 self.norms[kind.norm] = (LaneNorm if has_lanes else RMSNorm)(build, tensors.norm)
-            new_body = functools.partial(LaneBodies, BODIES[kind]) if has_lanes else BODIES[kind]
+            body = DividedExperts if tensors.wired.moves_tokens else BODIES[kind]
+            new_body = functools.partial(LaneBodies, body) if has_lanes else body
             self.bodies[kind.value] = new_body(build, number, tensors)
             number += kind.has_mixer
 
@@ -82,7 +86,8 @@ class _TransformerLayer(nn.Module):
             kind = wired.kind
             norm: Any = self.norms[kind.norm]
             body: Any = self.bodies[kind.value]
-            yield SubBlock(wired, norm, body, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
+            border = body if wired.moves_tokens else StreamBorder(mesh.stream)
+            yield SubBlock(wired, norm, body, mesh.tensor, border, recompute, f"{name}.{kind.value}", span)
 
 
 class TransformerStack(nn.Module):
@@ -93,7 +98,8 @@ class TransformerStack(nn.Module):
     """
 
     def __init__(self, build: BuildContext, chunks: Sequence[range], options: StackOptions) -> None:
-        """Raise ValueError for a desync model of another tensor-parallel size, or other replicas of heads."""
+        """Raise ValueError for a desync model of another tensor-parallel size, other replicas of heads, or experts that
+        the mesh cannot divide."""
         super().__init__()
         config, mesh = build.config, build.mesh
         if config.desync_tp not in (None, mesh.tensor.size):
@@ -101,19 +107,27 @@ class TransformerStack(nn.Module):
         if (replicas := head_replicas(config, mesh.tensor.size)) != tuple(mesh.head_replicas):
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
             raise ValueError(f"{heads} have head_replicas={replicas}, and the mesh has {(*mesh.head_replicas,)}")
+        self.divides_experts = mesh.experts.size > 1
+        if self.divides_experts and (config.num_experts % mesh.experts.size or not config.shares_stream):
+            raise ValueError(
+                f"{config.num_experts} experts of a {config.residual_mode} model on {mesh.experts.size} ranks"
+            )
+        if self.divides_experts and mesh.stream.shards < mesh.tensor.size:
+            raise ValueError("tensor-parallel ranks that route the same tokens cannot divide the experts with others")
         kinds = dict.fromkeys(kind for of_layer in config.layer_kinds for kind in of_layer)
         names = [name for kind in kinds for name in BODIES[kind].loss_names]
         self.loss_names = tuple(dict.fromkeys([*names, *(build.experts.loss_names if config.moe_layers else ())]))
         if self.loss_names and not config.shares_stream:
             raise ValueError(f"{', '.join(self.loss_names)}: ranks that read different streams have different losses")
-        wired = config.wired_layers
+        self.config = config
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
         self.side_queue: CudaSideQueue | None = None
         self.desync = config.wiring.stream == "per rank"
-        self._mirrors = options.tp_overlap and options.mirrored_backward and mesh.tensor.size > 1 and not self.desync
-        self._marks_norms = self._mirrors and mesh.stream.shards == 1
+        communicates = mesh.tensor.size > 1 or self.divides_experts
+        self._mirrors = options.tp_overlap and options.mirrored_backward and communicates and not self.desync
+        self._marks_norms = self._mirrors and mesh.tensor.size > 1 and mesh.stream.shards == 1
         """Whether only some norms have partial gradients: those of sub-blocks whose gradients cross cuts unreduced."""
         self._slots_per_output = mesh.stream.shards
         self._walk = walk
@@ -124,16 +138,18 @@ class TransformerStack(nn.Module):
             self._walk = walk_own_partials
             self._record = OwnPartialsRecord
         self._chunks = chunks
-        self._firsts = [sum(map(len, wired[: layers.start])) for layers in chunks]
-        """The first sub-block of each chunk."""
         self.layers = nn.ModuleDict({str(n): _TransformerLayer(build, n) for layers in chunks for n in layers})
         self._all_heads = [module for module in self.modules() if isinstance(module, Heads)]
-        self.rewire(wired)
+        self.rewire(config.wired_layers)
 
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
         """Change what the sub-blocks miss and which of their outputs travel together, for all layers of the model."""
+        if self.divides_experts:
+            wired_layers = divide_experts(wired_layers, self.config.moe_shared_expert_intermediate_size > 0)
         self.plan = plan_reads(wired_layers)
         self._wired = wired_layers
+        self._firsts = [sum(map(len, wired_layers[: layers.start])) for layers in self._chunks]
+        """The first sub-block of each chunk."""
         self._steps = [[*self._steps_of(layers)] for layers in self._chunks]
         self._crossing_norms: list[set[RMSNorm]] = [set() for _ in self._chunks]
         """For each chunk the norms with partial gradients, if only some norms have them."""
@@ -160,7 +176,8 @@ class TransformerStack(nn.Module):
         return self._slots_before(self._firsts[chunk] + len(self._steps[chunk]))
 
     def _slots_before(self, sub_block: int) -> int:
-        return 1 + len(self.plan.missing(sub_block)) * self._slots_per_output
+        missing = self.plan.missing(sub_block)
+        return 1 + sum(1 if output in self.plan.complete else self._slots_per_output for output in missing)
 
     def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> tuple[Tensor, PassStats]:
         """Map the state that enters a chunk to the one that leaves it, and to the sums of what its bodies return."""
@@ -170,14 +187,24 @@ class TransformerStack(nn.Module):
             self.side_queue = CudaSideQueue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, context).unsqueeze(0), PassStats()
-        launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
+        queue = self.side_queue if overlap else None
         trains = torch.is_grad_enabled() and (state.requires_grad or any(step.trains for step in steps))
         if trains and self._mirrors:
             norms = self._crossing_norms[chunk]
-            record = self._record(steps, context, self.plan, first, launch, queue, state.requires_grad, norms)
-            return walk_mirrored(state, record)
-        with torch.set_grad_enabled(trains):
-            return self._walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
+            arguments = steps, context, self.plan, first, self.layout, queue, state.requires_grad, norms, overlap
+            state, stats = walk_mirrored(state, self._record(*arguments))
+        else:
+            forward = AutogradPass(steps, context)
+            with torch.set_grad_enabled(trains):
+                state, stats = self._walk(state, forward, self.plan, first, self.layout, queue, overlap)
+        return state, self._sum_over_sequence(stats)
+
+    def _sum_over_sequence(self, stats: PassStats) -> PassStats:
+        """Sum losses of which each rank has those of its positions."""
+        if not (stats.losses and self.divides_experts and self.layout.shards > 1):
+            return stats
+        sums = start_all_reduce(torch.stack([*stats.losses.values()]), self.mesh.tensor).wait()
+        return stats._replace(losses=dict(zip(stats.losses, sums.unbind(), strict=True)))
 
     def sub_blocks(self, chunk: int = 0) -> Sequence[SubBlock]:
         """Return the steps of all layers of a chunk."""
@@ -189,6 +216,3 @@ class TransformerStack(nn.Module):
             layer: Any = self.layers[str(number)]
             wired, recompute = self._wired[number], str(number) in recomputed
             yield from layer.sub_blocks(wired, self.mesh, recompute, f"layers.{number}", self.options.span)
-
-    def _write_blocking(self, partial: Tensor) -> InFlight:
-        return InFlight(self.layout.start_write(partial).wait(), None)

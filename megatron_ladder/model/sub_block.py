@@ -10,16 +10,27 @@ Ladder, in which each sub-block misses the output of its predecessor (`~~~` is t
         r = r + wait(y_j)                for the outputs j that sub-block i is the first to see
         y_i = launch(h_i(r))
 
+A sub-block reads across its border: `open` maps the normed stream to what this rank sends of the input, and returns
+the crossing that carries it there, and the output back. For bodies whose weights are divided over the tensor-parallel
+ranks, this is the layout of the stream.
+
 Layouts: the stream and the outputs added to it are [s, b, h], or this rank's positions of that (`comm/stream.py`);
 bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the missing outputs as
 unreduced partial sums, [1 + pending x shards, s / shards, b, h]. A sub-block's position is its number in the model.
+
+Routed experts that expert-parallel ranks divide (`blueprint/expert_parallel.py`) read tokens of all these ranks, and
+their outputs are complete: they cross a cut as [1, s / shards, b, h]. Their tokens come from far, so the walk reads
+ahead up to them where what they see has arrived, or has been hidden by a whole sub-block:
+
+    compute   [ norms of S, R ][ S          ][ R      ][ A of the next layer ][ norms of S, R ][ ...
+    wire                       ~~ dispatch ~~          ~~~~~~ combine ~~~~~~~
 """
 
-import functools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +41,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span
-from megatron_ladder.comm.stream import StreamLayout, share_gradient
+from megatron_ladder.comm.stream import Crossing, StreamLayout
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stats import PassStats
@@ -60,11 +71,10 @@ class BodyOutput(NamedTuple):
     """What a body returns."""
 
     partial: Tensor
-    """This rank's partial sum of its output, [s, b, h]."""
+    """This rank's partial sum of its output, [s, b, h], or the outputs of its rows."""
     stats: PassStats = PassStats()
-    """Without padding. Training adds the means of the losses over the global batch to its loss. Each tensor-parallel
-    rank's backward gets their gradient divided by the number of ranks, so that all gradients inside the body are
-    partial sums."""
+    """Without padding. Training adds the means of the losses over the global batch to its loss. A body divides their
+    gradient by the number of tensor-parallel ranks, so that all gradients inside of it are partial sums."""
     kept: tuple[Tensor, ...] = ()
     """Further arguments of a recomputation, which it does not compute again."""
 
@@ -74,13 +84,45 @@ class Body(nn.Module):
     share of it, and an output projection.
 
     `body(normed, context, input_gradient=None, *extra_arguments)` computes the output of the normed stream, all
-    positions, [s, b, h]. `input_gradient` receives the gradient of `normed`; None leaves it to autograd. A repetition
-    gets as `extra_arguments` what the first run kept; bodies that keep nothing do not take them.
+    positions, [s, b, h]. `input_gradient` receives the gradient of `normed`; None leaves it to autograd. The
+    `extra_arguments` are those of the crossing, and in a repetition what the first run kept, if there are any.
     """
 
     loss_names: tuple[str, ...] = ()
     """Names of the losses that it returns."""
     __call__: Callable[..., BodyOutput]
+
+
+class SentInput(NamedTuple):
+    """What a sub-block reads, before anything is communicated."""
+
+    part: Tensor
+    """This rank's part of the body's input, in the graph of the normed stream."""
+    crossing: Crossing
+    stats: PassStats = PassStats()
+    """What arises here and not in the body."""
+
+
+class Border(Protocol):
+    """How a sub-block reads the stream."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights that train compute what is sent."""
+
+    def open(self, normed: Tensor, context: SequenceContext, earlier: Crossing | None = None) -> SentInput:
+        """Begin to read the normed stream; a repetition gets the crossing of the first time."""
+
+
+class StreamBorder(NamedTuple):
+    """The border of a body that computes a partial sum from all positions."""
+
+    layout: StreamLayout
+    trains: bool = False
+
+    def open(self, normed: Tensor, context: SequenceContext, earlier: Crossing | None = None) -> SentInput:
+        """See `Border`."""
+        return SentInput(normed, self.layout)
 
 
 class SubBlock(NamedTuple):
@@ -91,8 +133,7 @@ class SubBlock(NamedTuple):
     body: Body
     group: CommGroup
     """The ranks that its output is summed over."""
-    layout: StreamLayout
-    """How these ranks share the stream."""
+    border: Border
     recompute: bool
     """Keep only the input for backward."""
     name: str
@@ -118,24 +159,31 @@ class SubBlock(NamedTuple):
         """Whether this forward pass keeps only the input."""
         return self.recompute and torch.is_grad_enabled()
 
-    def compute(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> BodyOutput:
-        """Norm a stream and run the body.
+    def compute(
+        self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None
+    ) -> tuple[BodyOutput, Launch]:
+        """Norm a stream and run the body; return also how the sum of its output starts.
 
-        Recomputation repeats the gather of a sharded stream, because its result is not kept. It does not repeat the sum
-        over the ranks, which is started outside. `norm_weight` replaces the norm's weight.
+        Recomputation repeats the communication of the input, because its result is not kept. It does not repeat that of
+        the output, which is started outside. `norm_weight` replaces the norm's weight.
         """
+        crossing: Crossing | None = None
         kept: tuple[Tensor, ...] = ()
 
         def run(stream: Tensor) -> BodyOutput:
-            nonlocal kept
-            output = self.body(self.layout.start_read(self.norm(stream, norm_weight)).wait(), context, None, *kept)
+            nonlocal crossing, kept
+            sent = self.border.open(self.norm(stream, norm_weight), context, crossing)
+            crossing = sent.crossing
+            whole = crossing.start_read(sent.part).wait()
+            output = self.body(whole, context, None, *crossing.arguments, *kept)
             kept = output.kept
-            return output
+            return output._replace(stats=sent.stats.plus(output.stats))
 
-        if not self.recomputes:
-            return run(stream)
-        output: BodyOutput = checkpoint(run, stream, use_reentrant=False, preserve_rng_state=False)
-        return output
+        output: BodyOutput = (
+            checkpoint(run, stream, use_reentrant=False, preserve_rng_state=False) if self.recomputes else run(stream)
+        )
+        assert crossing is not None
+        return output, crossing.start_write
 
 
 Input = TypeVar("Input")
@@ -150,23 +198,31 @@ class ForwardPass(Protocol[Input]):
         """The sub-blocks, in order."""
 
     def start_input(self, step: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Input]:
-        """Add `output` to the stream if there is one, norm the stream for a step and start to gather it.
+        """Add `output` to the stream if there is one, norm the stream for a step and start to communicate its input.
 
         Return the stream after the addition, and the input.
         """
 
-    def start_output(self, step: int, input: Input, launch: Launch) -> tuple[InFlight, PassStats]:
-        """Run the body of a step and launch the sum of its output.
+    def compute(self, step: int, input: Input) -> tuple[Tensor, Launch, PassStats]:
+        """Run the body of a step; return its output, and how the sum of it starts.
 
-        The sum may overwrite the partial sum: no graph may depend on its values.
+        The sum may overwrite the output: no graph may depend on its values.
         """
+
+
+class StartedInput(NamedTuple):
+    """An input that is on its way to the body."""
+
+    whole: InFlight
+    crossing: Crossing
+    stats: PassStats
 
 
 class AutogradPass(NamedTuple):
     """The forward pass whose backward is left to autograd, and the one without a backward.
 
-    An input is the stream, and the normed stream, [s, b, h], in flight. If norm and body are computed together, and
-    again in backward, there is only the stream.
+    An input is the stream, and what was started. If norm and body are computed together, and again in backward, there
+    is only the stream.
     """
 
     steps: Sequence[SubBlock]
@@ -174,7 +230,7 @@ class AutogradPass(NamedTuple):
 
     def start_input(
         self, step: int, stream: Tensor, output: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, InFlight | None]]:
+    ) -> tuple[Tensor, tuple[Tensor, StartedInput | None]]:
         """See `ForwardPass.start_input`."""
         sub_block = self.steps[step]
         if sub_block.recomputes:
@@ -184,21 +240,19 @@ class AutogradPass(NamedTuple):
             normed = sub_block.norm(stream)
         else:
             stream, normed = sub_block.norm(stream, output=output)
-        return stream, (stream, sub_block.layout.start_read(normed))
+        part, crossing, stats = sub_block.border.open(normed, self.context)
+        return stream, (stream, StartedInput(crossing.start_read(part), crossing, stats))
 
-    def start_output(
-        self, step: int, input: tuple[Tensor, InFlight | None], launch: Launch
-    ) -> tuple[InFlight, PassStats]:
-        """See `ForwardPass.start_output`."""
+    def compute(self, step: int, input: tuple[Tensor, StartedInput | None]) -> tuple[Tensor, Launch, PassStats]:
+        """See `ForwardPass.compute`."""
         sub_block = self.steps[step]
-        stream, normed = input
-        if normed is None:
-            partial, stats, _ = sub_block.compute(stream, self.context)
-        else:
-            partial, stats, _ = sub_block.body(normed.wait(), self.context)
-        in_flight = launch(partial)
-        shared = {name: share_gradient(loss, sub_block.group) for name, loss in stats.losses.items()}
-        return in_flight, stats._replace(losses=shared)
+        stream, started = input
+        if started is None:
+            (partial, stats, _), start = sub_block.compute(stream, self.context)
+            return partial, start, stats
+        whole, crossing, input_stats = started
+        partial, stats, _ = sub_block.body(whole.wait(), self.context, None, *crossing.arguments)
+        return partial, crossing.start_write, input_stats.plus(stats)
 
 
 def walk(
@@ -206,73 +260,156 @@ def walk(
     forward: ForwardPass[Input],
     plan: ReadPlan,
     first: int,
-    launch: Launch,
+    layout: StreamLayout,
     queue: CudaSideQueue | None,
+    overlap: bool = True,
 ) -> tuple[Tensor, PassStats]:
     """Walk a range of sub-blocks by the rule at the top of this file.
 
     Args:
         state: the stream, and the outputs that are missing from it.
         first: position of the first sub-block of the range.
-        launch: starts to sum a partial sum over the ranks.
+        layout: how the ranks share the stream.
         queue: prepares the input of the next sub-block (wait, add, norm, gather) under the current one where the plan
             allows it; None prepares it when the sub-block starts.
+        overlap: whether outputs stay in flight; otherwise they are waited for at once.
 
     Returns:
-        The state that leaves, whose missing outputs are unreduced, and the sums of what the bodies return.
+        The state that leaves, whose missing outputs are unreduced or complete, and the sums of what inputs and bodies
+        count.
     """
-    steps, last = forward.steps, first + len(forward.steps)
-    # Outputs that enter and leave may include some that this range neither makes nor sees.
-    entering, leaving = plan.missing(first), plan.missing(last)
-    stream = state[0]
-    stats = PassStats()
-    pending = dict[int, InFlight]()
-    ahead = list[Input]()
-    joined: Tensor | None = None
-    for output, slots in zip(entering, output_slots(state, len(entering)), strict=True):
-        pending[output] = (leave_unreduced if output in leaving else launch)(slots.flatten(0, 1).clone())
+    return _ForwardWalk(forward, plan, first, layout, queue, overlap).run(state)
 
-    def start_input(position: int) -> Input:
-        nonlocal stream
-        arriving = [output for output in plan.arriving(position) if output in pending] if position > first else []
+
+class _ForwardWalk(Generic[Input]):
+    def __init__(
+        self,
+        forward: ForwardPass[Input],
+        plan: ReadPlan,
+        first: int,
+        layout: StreamLayout,
+        queue: CudaSideQueue | None,
+        overlap: bool,
+    ) -> None:
+        self._forward = forward
+        self._steps = forward.steps
+        self._plan = plan
+        self._first, self._last = first, first + len(forward.steps)
+        self._layout = layout
+        self._queue = queue
+        self._overlap = overlap
+        # Outputs that enter and leave may include some that this range neither makes nor sees.
+        self._leaving = plan.missing(self._last)
+        self._pending: dict[int, InFlight] = {}
+        """Outputs that the stream lacks."""
+        self._ahead = deque[Input]()
+        """Inputs that are prepared."""
+        self._next_input = first
+        """The first position whose input is not prepared."""
+        self._far = deque(position for position, step in enumerate(self._steps, first) if step.wired.moves_tokens)
+        """Sub-blocks whose tokens move, as far as their inputs are not prepared."""
+        self._joined: Tensor | None = None
+        """An output that travels with the next one."""
+
+    def run(self, state: Tensor) -> tuple[Tensor, PassStats]:
+        """See `walk`."""
+        plan, queue = self._plan, self._queue
+        self._stream = state[0]
+        entering = plan.missing(self._first)
+        for output, slots in zip(entering, output_slots(state, entering, plan), strict=True):
+            start = leave_unreduced if output in plan.complete else self._layout.start_write
+            self._launch(output, start, slots.flatten(0, 1).clone())
+        stats = PassStats()
+        for position, step in enumerate(self._steps, start=self._first):
+            if queue is not None and self._ahead:
+                queue.join()
+            if self._next_input == position:
+                self._start_input()
+            if self._has_input(position):
+                input = self._ahead.popleft()
+            self._start_far_inputs(position)
+            if queue is not None and self._next_can_start(position):
+                queue.run(self._start_input, uses=(self._stream, *self._pending.values()))
+            with step.named("forward"):
+                stats = stats.plus(self._compute(position, input))
+        # Leave with the outputs that the next sub-block misses.
+        for output in plan.arriving(self._last):
+            if output in self._pending:
+                self._stream = self._stream + self._pending.pop(output).wait()
+        missing = [in_flight.wait().reshape(-1, *self._stream.shape) for in_flight in self._pending.values()]
+        return torch.cat([self._stream.unsqueeze(0), *missing]), stats
+
+    def _has_input(self, position: int) -> bool:
+        """Whether a sub-block does not take the input of the one before it."""
+        return position == self._first or not self._steps[position - self._first].shares_input
+
+    def _start_input(self) -> None:
+        """Prepare the next input."""
+        position = self._next_input
+        self._next_input += 1
+        if not self._has_input(position):
+            return
+        arriving = [output for output in self._plan.arriving(position) if output in self._pending]
         for output in arriving[:-1]:
-            stream = stream + pending.pop(output).wait()
-        newest = pending.pop(arriving[-1]).wait() if arriving else None
-        with steps[position - first].named("norm forward"):
-            stream, input = forward.start_input(position - first, stream, newest)
-        return input
+            self._stream = self._stream + self._pending.pop(output).wait()
+        newest = self._pending.pop(arriving[-1]).wait() if arriving else None
+        step = position - self._first
+        with self._steps[step].named("norm forward"):
+            self._stream, input = self._forward.start_input(step, self._stream, newest)
+        self._ahead.append(input)
 
-    for position, step in enumerate(steps, start=first):
-        # Prepare the input, or take the one that was prepared ahead.
-        if queue is not None and ahead:
-            queue.join()
-        if not step.shares_input or position == first:
-            input = ahead.pop() if ahead else start_input(position)
-        next_has_input = position + 1 < last and not steps[position + 1 - first].shares_input
-        if queue is not None and next_has_input and position not in plan.arriving(position + 1):
-            ahead.append(queue.run(functools.partial(start_input, position + 1), uses=(stream, *pending.values())))
-        # Compute, and launch the sum of the output, with that of a joined one.
-        launch_sum = leave_unreduced if step.wired.joins_next or position in leaving else launch
-        if joined is not None:
-            launch_sum = functools.partial(_launch_together, launch_sum, joined)
-        with step.named("forward"):
-            in_flight, step_stats = forward.start_output(position - first, input, launch_sum)
-        stats = stats.plus(step_stats)
-        joined = in_flight.partial if step.wired.joins_next else None
-        if joined is None:
-            pending[position] = in_flight
-    # Leave with the outputs that the next sub-block misses.
-    for output in plan.arriving(last):
-        if output in pending:
-            stream = stream + pending.pop(output).wait()
-    partials = [in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending.values()]
-    return torch.cat([stream.unsqueeze(0), *partials]), stats
+    def _start_far_inputs(self, position: int) -> None:
+        """Let tokens move as early as what their sub-block sees can be added without waiting for a sum that nothing has
+        hidden; `position` is the sub-block that runs next."""
+        while self._far and self._far[0] < self._next_input:
+            self._far.popleft()
+        if not self._far:
+            return
+        inputs = range(self._next_input, self._far[0] + 1)
+        if all(self._has_flown(output, position) for one in inputs for output in self._plan.arriving(one)):
+            for _ in inputs:
+                self._start_input()
+
+    def _has_flown(self, output: int, position: int) -> bool:
+        in_flight = self._pending.get(output)
+        if in_flight is None:
+            return output < position
+        return in_flight.work is None or output < position - 1
+
+    def _next_can_start(self, position: int) -> bool:
+        """Whether the input of the next sub-block can be prepared while this one runs."""
+        following = position + 1
+        if self._next_input != following or following == self._last or not self._has_input(following):
+            return False
+        # A router's matrix is used, and gets its gradient, on the stream of the computation.
+        is_far = self._steps[following - self._first].wired.moves_tokens
+        return not is_far and position not in self._plan.arriving(following)
+
+    def _compute(self, position: int, input: Input) -> PassStats:
+        """Compute, and start the sum of the output, with that of a joined one."""
+        step = position - self._first
+        partial, start, stats = self._forward.compute(step, input)
+        if self._joined is not None:
+            partial = self._joined + partial
+        self._joined = partial if self._steps[step].wired.joins_next else None
+        if self._joined is None:
+            self._launch(position, start, partial)
+        return stats
+
+    def _launch(self, position: int, start: Launch, partial: Tensor) -> None:
+        if position in self._leaving and position not in self._plan.complete:
+            start = leave_unreduced
+        in_flight = start(partial)
+        self._pending[position] = in_flight if self._overlap else in_flight.completed()
 
 
-def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:
-    return launch(joined + partial)
+def output_slots(state: Tensor, outputs: Sequence[int], plan: ReadPlan) -> Sequence[Tensor]:
+    """Return the slots of each missing output in a state, or of its gradient in that of a state, [slots, s, b, h].
 
-
-def output_slots(state: Tensor, outputs: int) -> Sequence[Tensor]:
-    """Return the slots of each missing output in a state, or of its gradient in that of a state, [slots, s, b, h]."""
-    return state[1:].chunk(outputs) if outputs else ()
+    A complete output has one, and the others have equally many.
+    """
+    if not outputs:
+        return ()
+    complete = sum(output in plan.complete for output in outputs)
+    of_partial = (len(state) - 1 - complete) // max(1, len(outputs) - complete)
+    return state[1:].split([1 if output in plan.complete else of_partial for output in outputs])

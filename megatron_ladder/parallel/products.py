@@ -252,7 +252,7 @@ class SortedRows(NamedTuple):
 
     def sum_by_token(self, rows: Tensor) -> Tensor:
         """Sorted rows [n k, h] -> their sum for each token [..., h], in a fixed order."""
-        return rows[self.back].view(*self.shape, -1).sum(-2)
+        return rows[self.back].unflatten(0, self.shape).sum(-2)
 
 
 def _is_grouped(*operands: Tensor) -> bool:
@@ -327,6 +327,8 @@ class ExpertWeights(NamedTuple):
     """[E, f]"""
     up_bias: Tensor | None = None
     """[E, f]"""
+    down_bias: Tensor | None = None
+    """[E, h]; None if the caller adds it."""
 
 
 class ExpertPass(NamedTuple):
@@ -351,33 +353,37 @@ class _Experts(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weights: Tensor,
+        received: Tensor,
+        weights: Tensor | None,
         expert_pass: ExpertPass,
         *matrices: Any,
     ) -> Tensor:
         sorted_rows, kept_rows, swiglu, input_gradient = expert_pass
         experts = ExpertWeights(*matrices)
+        x, last_column = received.tensor_split([experts.gate.shape[-1]], dim=-1)
         gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], experts, sorted_rows)
         saved_gate_up = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
-        inputs = (x,) if input_gradient is None else input_gradient.use(x, trains=True)
+        inputs = (received,) if input_gradient is None else input_gradient.use(received, trains=True)
         ctx.save_for_backward(*experts, weights, saved_gate_up, *inputs)
         ctx.expert_pass = expert_pass
         inner = swiglu(gate_up)
         del gate_up
-        weighted = inner * sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
-        return sorted_rows.sum_by_token(_multiply(weighted, experts.down.transpose(1, 2), sorted_rows))
+        row_weights = sorted_rows.sort(last_column if weights is None else weights).unsqueeze(-1).to(inner.dtype)
+        products = _multiply(inner * row_weights, experts.down.transpose(1, 2), sorted_rows)
+        if experts.down_bias is not None:
+            products.add_(experts.down_bias[sorted_rows.experts] * row_weights)
+        return sorted_rows.sum_by_token(products)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, down, gate_bias, up_bias, weights, saved_gate_up, *inputs = ctx.saved_tensors
-        experts = ExpertWeights(gate, up, down, gate_bias, up_bias)
+        gate, up, down, gate_bias, up_bias, down_bias, weights, saved_gate_up, *inputs = ctx.saved_tensors
+        experts = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
         sorted_rows, _, swiglu, input_gradient = ctx.expert_pass
-        needs_x, _, _, needs_gate, needs_up, needs_down, *need_biases = ctx.needs_input_grad
+        needs_x, _, _, needs_gate, needs_up, needs_down, *need_biases, needs_down_bias = ctx.needs_input_grad
 
         def sorted_inputs() -> Tensor:
-            x: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
-            return x.flatten(0, -2)[sorted_rows.tokens]
+            received: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
+            return received[..., : gate.shape[-1]].flatten(0, -2)[sorted_rows.tokens]
 
         gate_up = saved_gate_up
         saved_rows = len(saved_gate_up)
@@ -385,10 +391,16 @@ class _Experts(Function):
             rest = _multiply_inputs(sorted_inputs()[saved_rows:], experts, sorted_rows.after(saved_rows))
             gate_up = torch.cat([saved_gate_up, rest])
         grad_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
+        weights_travel = weights is None
+        if weights_travel:
+            weights = inputs[0][..., gate.shape[-1] :]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
         grad_gate_up, grad_down, grad_row_weights = _differentiate(
             grad_rows, gate_up, down, row_weights, sorted_rows, swiglu, needs_down
         )
+        if down_bias is not None:
+            grad_row_weights = grad_row_weights + (grad_rows * down_bias[sorted_rows.experts]).sum(-1)
+        grad_down_bias = _sum_by_expert(grad_rows * row_weights, sorted_rows) if needs_down_bias else None
         grad_weights = grad_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
         del grad_rows, gate_up
         grad_gate, grad_up = (part.contiguous() for part in grad_gate_up.chunk(2, dim=-1))
@@ -398,6 +410,8 @@ class _Experts(Function):
             grad_x = sorted_rows.sum_by_token(
                 _multiply(grad_gate, gate, sorted_rows) + _multiply(grad_up, up, sorted_rows)
             )
+        if grad_x is not None and weights_travel:
+            grad_x = torch.cat([grad_x, grad_weights], dim=-1)
         if needs_x and input_gradient is not None:
             input_gradient.add(grad_x)
             grad_x = None
@@ -410,7 +424,8 @@ class _Experts(Function):
             _sum_by_expert(part, sorted_rows) if is_needed else None
             for part, is_needed in zip((grad_gate, grad_up), need_biases, strict=True)
         ]
-        return (grad_x, grad_weights, None, *grad_inputs, grad_down, *grad_biases)
+        grad_choices = None if weights_travel else grad_weights
+        return (grad_x, grad_choices, None, *grad_inputs, grad_down, *grad_biases, grad_down_bias)
 
 
 def _differentiate(
@@ -446,10 +461,11 @@ def _multiply_inputs(rows: Tensor, experts: ExpertWeights, sorted_rows: SortedRo
     return torch.cat(products, dim=-1)
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, expert_pass: ExpertPass) -> Tensor:
+def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor | None, expert_pass: ExpertPass) -> Tensor:
     """Return the sum of each token's experts [..., h], weighted with `weights` [..., k], for x [..., h].
 
-    An expert is down @ swiglu([gate @ x + gate_bias, up @ x + up_bias]).
+    Without `weights`, each row has one expert, and its weight as the last element of x [..., h + 1]. An expert is
+    down @ swiglu([gate @ x + gate_bias, up @ x + up_bias]) + down_bias.
     """
     result: Tensor = _Experts.apply(x, weights, expert_pass, *experts)
     return result

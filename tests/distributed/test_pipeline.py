@@ -43,6 +43,7 @@ def record(trainer: Trainer) -> tuple[Trainer, list[str]]:
     group = RecordingGroup(stack.mesh.tensor)
     stack.mesh = replace(stack.mesh, tensor=group)
     stack.layout = stack.mesh.stream
+    stack.rewire(trainer.model.config.wired_layers)
     for number, step in enumerate(stack.sub_blocks()):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
         names = ("in_proj.weight", "gate_up_proj.weight")

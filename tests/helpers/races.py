@@ -13,7 +13,7 @@ The checker does not see memory inside an operator, the order of ranks, or what 
 import bisect
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -381,6 +381,14 @@ class PlayedNccl(CommGroup):
         with _disable_current_modes():
             whole.data.unflatten(0, (self.size, -1)).copy_(tensor.data.clone())
         return whole, self._start("all_gather", [tensor], [whole])
+
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, _Work]:
+        """Every rank sends this rank what it sends itself, or what it has received from it."""
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        with _disable_current_modes():
+            own = rows.data[: sent[0]]
+            into.data.copy_(own.repeat(self.size, *[1] * (rows.dim() - 1)) if len(set(received)) == 1 else 0.01)
+        return into, self._start("all_to_all", [rows], [into])
 
     def start_send(self, tensor: Tensor, target: int) -> _Work:
         return self._start("send", [tensor], [], target)

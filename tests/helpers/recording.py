@@ -1,6 +1,7 @@
 """Records of launches and waits of collectives, and of operators."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,13 +22,16 @@ PARALLEL = {"residual_mode": "parallel"}
 
 class RecordingGroup(CommGroup):
     """A group that records launch (`L3`: of sub-block 3) and wait (`W3`) of each reduce or reduce-scatter, those of
-    all-gathers (`G3`, `H3`), and blocking sums (`S`)."""
+    all-gathers (`G3`, `H3`), all-to-alls (`D3`, `d3`), and blocking sums (`S`)."""
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
         self.events: list[str] = []
         self.started = 0
         self.gathers = 0
+        self.exchanges = Counter[str]()
+        self.width = 0
+        """Features of tokens, to tell rows with and without weights apart."""
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         return self._note("L", "W", self._next_reduce(), super().start_all_reduce(tensor))
@@ -40,6 +44,17 @@ class RecordingGroup(CommGroup):
         whole, work = super().start_all_gather(tensor, into)
         self.gathers += 1
         return whole, self._note("G", "H", self.gathers - 1, work)
+
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Work | None]:
+        """Names: numbers of rows (`K`), rows with weights of choices (`D`: a dispatch, or a gradient), others (`C`)."""
+        arriving, work = super().start_all_to_all(rows, sent, received)
+        kind = "C" if rows.shape[-1] == self.width else "D"
+        if not rows.is_floating_point():
+            kind = "K"
+        self.exchanges[kind] += 1
+        return arriving, self._note(kind, kind.lower(), self.exchanges[kind] - 1, work)
 
     def _next_reduce(self) -> int:
         self.started += 1

@@ -133,6 +133,7 @@ def run_chain(
     sums = PassStats()
     for part in parts:
         leaving, stats = part.stage(tokens, labels, mask, lengths=lengths, entering=entered[-1], scales=scales)
+        assert part.is_last or leaving.shape == part.allocate_state(tokens, 0, leaves=True).shape
         left.append(leaving)
         sums = sums.plus(stats)
         # A state that crosses between processes is a new leaf there, and its gradient is sent back.
@@ -146,9 +147,11 @@ def run_chain(
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:
-    """Return every gradient that this rank holds, including replicated ones, with parts summed over the ranks."""
+    """Return the gradients of weights that train, including replicated ones, with parts summed over the ranks."""
     gradients: list[tuple[Span, Tensor]] = []
     for parameter, sections in parameter_sections(model):
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, sections
         span = Span(sections, parameter.shape, 0, parameter.detach().flatten(), parameter, 0, owned=True)
         gradients.append((span, parameter.grad.clone(memory_format=torch.contiguous_format)))

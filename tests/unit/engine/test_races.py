@@ -44,9 +44,13 @@ class Rank:
         sequence_parallel: bool,
         recompute_layers: int,
         new_group: Callable[[int, Checker], CommGroup] = PlayedNccl,
+        tensor_parallel: int = TENSOR,
+        expert_parallel: int = 1,
     ) -> None:
-        tensor, data = (new_group(size, checker) for size in (TENSOR, DATA))
+        tensor, data = (new_group(size, checker) for size in (tensor_parallel, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
+        if expert_parallel > 1:
+            mesh = replace(mesh, experts=new_group(expert_parallel, checker))
         self.checker = checker
         self.mesh = mesh
         options = StackOptions(recompute_layers=recompute_layers)
@@ -65,7 +69,8 @@ class Rank:
     def faults(self, micro_batches: int) -> list[str]:
         """Return the faults of two steps without graphs, and of two that replay captured passes."""
         engine = Engine(self.model, self.optimizer, self.mesh, torch.device("cpu"))
-        engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
+        if self.mesh.experts.size == 1:
+            engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
                 engine.train([self.batch] * micro_batches, LossScales(*torch.ones(3)))
@@ -122,6 +127,20 @@ def test_steps_neither_race_nor_break_a_capture(
     rank = Rank(checker, config_of(wiring, **changes), sequence_parallel, recompute_layers)
     assert rank.faults(micro_batches) == []
     assert checker.kernels > 1000 and len(checker.streams) == 4 + sequence_parallel
+    gc.collect()
+    assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
+
+
+@pytest.mark.parametrize("recompute_layers", [0, 2])
+@pytest.mark.parametrize(("tensor", "experts"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "farskip", "shortcut", "longcat"])
+def test_tokens_that_move_do_not_race(
+    checker: Checker, wiring: str, tensor: int, experts: int, recompute_layers: int
+) -> None:
+    changes = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layers": (0, 1)}
+    config = config_of(wiring, **changes)
+    rank = Rank(checker, config, tensor > 1, recompute_layers, tensor_parallel=tensor, expert_parallel=experts)
+    assert rank.faults(2) == []
     gc.collect()
     assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
 

@@ -16,7 +16,7 @@ EXPERTS, TOKENS, CHOICES = 6, 40, 2
 
 def by_loop(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, local: range) -> Tensor:
     """Sum over each token's experts that this rank holds."""
-    gate, up, down, gate_bias, up_bias = experts
+    gate, up, down, gate_bias, up_bias, down_bias = experts
     assert gate_bias is not None and up_bias is not None
     found = []
     for token in range(len(x)):
@@ -25,7 +25,7 @@ def by_loop(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, 
             if expert in local:
                 place = expert - local.start
                 of_gate, of_up = gate[place] @ x[token] + gate_bias[place], up[place] @ x[token] + up_bias[place]
-                y = y + weight * (down[place] @ (of_gate * of_up))
+                y = y + weight * (down[place] @ (of_gate * of_up) + (0 if down_bias is None else down_bias[place]))
         found.append(y)
     return torch.stack(found)
 
@@ -80,6 +80,32 @@ def test_products_and_gradients_are_those_of_a_loop(dtype: torch.dtype, hidden: 
     """Widths whose rows are no multiples of 16 bytes, experts without tokens, and a rank with some of the experts."""
     errors = largest_errors(dtype, hidden, width, local, torch.device("cpu"))
     assert len(errors) == 8 and max(errors) <= {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 1, 0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+def test_rows_that_end_in_their_weights(dtype: torch.dtype, tokens: int) -> None:
+    """Each has one expert."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(tokens, 17), (EXPERTS, 8, 16), (EXPERTS, 8, 16), (EXPERTS, 16, 8)]
+    shapes += [(EXPERTS, 8), (EXPERTS, 8), (EXPERTS, 16)]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64).div(2).to(dtype) for shape in shapes]
+    chosen = torch.randint(EXPERTS, (tokens, 1), generator=generator)
+    rows, *matrices = (value.clone().requires_grad_() for value in values)
+    expert_pass = ExpertPass(SortedRows.of(chosen, 0, EXPERTS, all_local=True), tokens, multiply_halves)
+    y = run_experts(rows, ExpertWeights(*matrices), None, expert_pass)
+    y.sum().backward()
+    ours = [y.detach(), *(leaf.grad for leaf in (rows, *matrices))]
+    if not tokens:
+        assert y.shape == (0, 16) and not any(one is None or one.any() for one in ours)
+        return
+    rows, *matrices = (value.double().requires_grad_() for value in values)
+    y = by_loop(rows[:, :-1], ExpertWeights(*matrices), chosen, rows[:, -1:], range(EXPERTS))
+    y.sum().backward()
+    for one, loop in zip(ours, [y.detach(), *(leaf.grad for leaf in (rows, *matrices))], strict=True):
+        assert one is not None and loop is not None
+        limit = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+        assert (one.double() - loop).abs().max() <= limit * loop.abs().max()
 
 
 @pytest.mark.parametrize("kept", [0, 1, 12, 79])

@@ -201,7 +201,7 @@ def time_backward(
     backward: dict[SubBlockKind, list[float]] = {}
     weight_gradient: dict[SubBlockKind, list[float]] = {}
     for step in [*model.stack.sub_blocks()] * rounds:
-        partial = step.compute(hidden_states.detach().requires_grad_(), context).partial
+        (partial, _, _), _ = step.compute(hidden_states.detach().requires_grad_(), context)
         seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
         backward.setdefault(step.wired.kind, []).append(seconds)
         # The product of the output's gradient and the input.

@@ -1,0 +1,415 @@
+"""Experts that are divided over expert-parallel ranks, compared with one process that has all experts and samples."""
+
+import functools
+import itertools
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig, head_replicas
+from megatron_ladder.blueprint.wiring import WIRINGS as WIRINGS_BY_NAME
+from megatron_ladder.blueprint.wiring import SubBlockKind
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import ExpertOptions
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.model.stats import PassStats
+from megatron_ladder.parallel.layout import ParallelModule, parameter_sections
+from tests.distributed.test_correctness import (
+    CUTS,
+    GLM,
+    PER_SEQUENCE,
+    QWEN,
+    RECOMPUTED,
+    SHARED,
+    SHARED_BIASED,
+    TOLERANCE,
+    WIRINGS,
+    Batch,
+    late,
+    micro_batches,
+)
+from tests.helpers.pairwise import pairwise
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import InlineQueue, RecordingGroup
+from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, run_chain, small_model
+from tests.reference import ReferenceConfig, Routed, Weights, make_weights, reference_gradients, reference_logits
+
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: changes for name, changes in WIRINGS.items() if "num_experts" in changes},
+    "parallel-without-shared": {**QWEN, "residual_mode": "parallel"},
+    "staleness-2": late("ladder", staleness=2, **SHARED),
+    "staleness-2-without-shared": late("ladder", staleness=2, **QWEN),
+    "ladder-biased": late("ladder", **WIRINGS["experts-biased"] | SHARED_BIASED),
+    "shortcut-unnormalized": late("shortcut", **GLM | {"moe_router_unnormalized": True}),
+}
+
+ROUTED: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layers": (0, 1)}
+LETTERS = {
+    SubBlockKind.MIXER: "A",
+    SubBlockKind.MIXER_SHARED: "A",
+    SubBlockKind.SECOND_MIXER: "B",
+    SubBlockKind.MLP: "M",
+    SubBlockKind.SECOND_MLP: "N",
+    SubBlockKind.SHARED_EXPERT: "S",
+    SubBlockKind.ROUTED_EXPERTS: "R",
+    SubBlockKind.PARALLEL_ROUTED_EXPERTS: "R",
+}
+
+
+class Layout(NamedTuple):
+    """Ranks of a stage; data-parallel ranks are the rest."""
+
+    ranks: int
+    tensor: int
+    experts: int
+    queue: bool = False
+    """Whether inputs are prepared ahead, as on a second stream of CUDA."""
+
+
+LAYOUTS = {
+    "ep2": Layout(2, 1, 2),
+    "ep2-dp2-ahead": Layout(4, 1, 2, queue=True),
+    "ep4": Layout(4, 1, 4),
+    "ep2-tp2": Layout(2, 2, 2),
+    "ep2-tp2-dp2": Layout(4, 2, 2),
+    "ep4-tp2-ahead": Layout(4, 2, 4, queue=True),
+    "ep2-tp4": Layout(4, 4, 2),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "overlap": ("overlap", PER_SEQUENCE),
+    "forward-overlap": ("forward-overlap", PER_SEQUENCE | {"moe_router_load_balancing_type": "aux_loss"}),
+    "blocking": ("blocking", {}),
+}
+UNUSED: dict[str, tuple[int, ...]] = {"all": (), "unused-expert": (5,), "unused-ranks": (0, 1, 2, 3)}
+"""Experts that no token chooses."""
+
+
+class How(NamedTuple):
+    """What must not change the result."""
+
+    layout: Layout
+    overlap: str
+    recompute: int
+    cuts: tuple[int, ...]
+    micro_batches: int
+
+
+class Outcome(NamedTuple):
+    """Sums over the data-parallel ranks."""
+
+    loss: float
+    loads: list[list[float]]
+    gradients: Pieces
+
+
+@functools.cache
+def expert_mesh(tensor: int, experts: int, replicas: tuple[int, ...]) -> ProcessMesh:
+    return ProcessMesh.build(tensor, head_replicas=replicas, sequence_parallel=tensor > 1, expert_parallel=experts)
+
+
+def build_parts(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How) -> list[LanguageModel]:
+    """Return this rank's ranges of layers, in the dtype of the weights."""
+    dtype = weights["embedding.weight"].dtype
+    layout = how.layout
+    mesh = expert_mesh(layout.tensor, layout.experts, head_replicas(config, layout.tensor))
+    options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
+    parts = []
+    for bound in itertools.pairwise((0, *how.cuts, config.num_layers)):
+        part = LanguageModel(config, mesh, options, chunks=[range(*bound)], dtype=dtype, experts=experts)
+        fill_slices(part, weights)
+        part.stack.side_queue = InlineQueue() if layout.queue else None
+        parts.append(part)
+    return parts
+
+
+def summed_gradients(model: LanguageModel) -> Pieces:
+    """Return the gradients of weights that train, summed over the ranks that hold the same slices."""
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            for parameter in module.parameters(recurse=False):
+                if parameter.grad is not None:
+                    module.data.all_reduce(parameter.grad)
+    return gradient_pieces(model)
+
+
+def run_case(
+    config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch, frozen: str
+) -> Outcome:
+    """Run this rank's micro-batches through one or several ranges of layers; freeze tensors whose names match."""
+    parts = build_parts(config, weights, experts, how)
+    for parameter, sections in itertools.chain.from_iterable(map(parameter_sections, parts)):
+        parameter.requires_grad_(not any(re.search(frozen, section.name) for section in sections))
+    data = parts[0].stack.mesh.data
+    own = Batch(*(part.chunk(data.size)[data.rank] for part in batch))
+    loss_sum, sums = torch.zeros(1, dtype=torch.float64), PassStats()
+    all_tokens = int(batch.lengths.sum())
+    for tokens, labels, mask, lengths in micro_batches(own, how.micro_batches):
+        loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, all_tokens)
+        loss_sum += loss.detach()
+        sums = sums.plus(stats)
+    loss_sum += sum(float(loss) for loss in sums.losses.values()) / all_tokens
+    loads = [data.all_reduce(loads).tolist() for loads in sums.loads.values()]
+    return Outcome(
+        data.all_reduce(loss_sum).item(), loads, [piece for part in parts for piece in summed_gradients(part)]
+    )
+
+
+def make_batch(config: ModelConfig, rows: int = 8, length: int = 8) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
+    mask = (torch.rand(rows, length, generator=generator) < 0.6).double()
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask, lengths)
+
+
+def weights_without(config: ReferenceConfig, unused: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return weights with which no token chooses some of the experts."""
+    weights = make_weights(config, seed=1, dtype=dtype)
+    for name, bias in weights.items():
+        if name.endswith("expert_bias"):
+            bias[list(unused)] = -100.0
+    return weights
+
+
+def check(
+    gloo_pools: GlooPools,
+    config: ModelConfig,
+    how: How,
+    batch: Batch,
+    unused: tuple[int, ...],
+    frozen: str = "^$",
+    **losses: Any,
+) -> None:
+    config = replace(config, moe_router_enable_expert_bias=True)
+    reference = replace(ReferenceConfig.like(config), **losses)
+    weights = weights_without(reference, unused, torch.float64)
+    expected_loss, expected = 0.0, dict[str, Tensor]()
+    is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
+    data_ranks = how.layout.ranks // how.layout.tensor
+    for part in micro_batches(batch, 1 if is_whole else how.micro_batches * data_ranks):
+        totals = batch.targets, int(batch.lengths.sum())
+        loss, gradients = reference_gradients(weights, reference, *part[:3], *totals, part.sight)
+        expected_loss += loss.item()
+        expected = {name: expected[name] + one if expected else one for name, one in gradients.items()}
+    record: list[Routed] = []
+    reference_logits(weights, reference, batch.tokens, batch.sight, record)
+    experts = ExpertOptions(
+        reference.moe_aux_loss_coeff, reference.moe_router_load_balancing_type, reference.moe_z_loss_coeff
+    )
+    expected = {name: gradient for name, gradient in expected.items() if not re.search(frozen, name)}
+    outcomes = gloo_pools(how.layout.ranks).run(run_case, config, weights, experts, how, batch, frozen)
+    for loss, loads, _ in outcomes:
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert loads == [routed.loads.tolist() for routed in record]
+    for routed in record:
+        assert not any(routed.loads[list(unused)])
+    assert_pieces([outcome.gradients for outcome in outcomes], expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute", "cuts", "micro_batches", "variant", "unused"),
+    pairwise(list(MODELS), LAYOUTS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS), UNUSED),
+)
+def test_every_wiring_and_layout(
+    gloo_pools: GlooPools,
+    model: str,
+    layout: Layout,
+    recompute: int,
+    cuts: tuple[int, ...],
+    micro_batches: int,
+    variant: str,
+    unused: tuple[int, ...],
+) -> None:
+    overlap, losses = VARIANTS[variant]
+    config = small_model(**MODELS[model])
+    how = How(layout, overlap, recompute, cuts, micro_batches)
+    check(gloo_pools, config, how, make_batch(config), unused, **losses)
+
+
+def events(config: ModelConfig, tensor: int, recompute: int, training: bool) -> tuple[str, str]:
+    """Return the events of a forward pass and, with `training`, of its backward pass.
+
+    They are launches and waits of dispatches (`D3`, `d3`) and combines (`C3`, `c3`), and the numbers of rows ahead of
+    them (`K3`, `k3`), and starts of bodies (`A3`, `S3`, `M3`, `R3`), by layer. Backward, `C3` is the gradient of a
+    combine and `D3` that of a dispatch, and bodies are named where the gradients of their weights are complete.
+    """
+    mesh = expert_mesh(tensor, 2, head_replicas(config, tensor))
+    group = RecordingGroup(mesh.experts)
+    group.width = config.hidden_size
+    model = LanguageModel(config, replace(mesh, experts=group), StackOptions(recompute_layers=recompute), seed=1)
+    steps = model.stack.sub_blocks()
+    layers = [int(step.name.split(".")[1]) for step in steps]
+    hooks = []
+    for step, layer in zip(steps, layers, strict=True):
+        name = f"{LETTERS[step.wired.kind]}{layer}"
+        hooks.append(step.body.register_forward_pre_hook(lambda *_, name=name: group.events.append(name)))
+    with torch.set_grad_enabled(training):
+        state = torch.randn(1, 12 // tensor, 2, config.hidden_size, requires_grad=training)
+        output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    forward = " ".join(group.events)
+    group.events.clear()
+    if not training:
+        return forward, ""
+    for step, layer, hook in zip(steps, layers, hooks, strict=True):
+        hook.remove()
+        first = next(weight for name, weight in step.body.named_parameters() if "router" not in name)
+        name = f"{LETTERS[step.wired.kind]}{layer}"
+        first.register_post_accumulate_grad_hook(lambda _, name=name: group.events.append(name))
+    sent = Counter(group.exchanges)
+    output.sum().backward()
+
+    def mirrored(event: str) -> str:
+        kind, number = event[0], int(event[1:])
+        if kind.upper() not in "CDK":
+            return event
+        layer = len(config.moe_layers) - 1 - (number - sent[kind.upper()])
+        return f"{kind}{config.moe_layers[layer]}"
+
+    return forward, " ".join(map(mirrored, group.events))
+
+
+@pytest.mark.parametrize(
+    ("model", "forward", "backward"),
+    [
+        ("standard", "A0 D0 S0 d0 R0 C0 c0 A1 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 A1 C0 c0 D0 R0 S0 d0 A0"),
+        ("standard-routed", "A0 D0 d0 R0 C0 c0 A1 D1 d1 R1 C1 c1", "C1 c1 D1 R1 d1 A1 C0 c0 D0 R0 d0 A0"),
+        ("parallel", "D0 A0 d0 R0 C0 c0 D1 A1 d1 R1 C1 c1", "C1 c1 D1 R1 A1 d1 C0 c0 D0 R0 A0 d0"),
+        ("ladder", "D0 A0 S0 d0 R0 C0 A1 c0 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 C0 A1 c0 D0 R0 S0 A0 d0"),
+        ("ladder-routed", "D0 A0 d0 R0 C0 A1 c0 D1 d1 R1 C1 c1", "C1 c1 D1 R1 d1 C0 A1 c0 D0 R0 A0 d0"),
+        # The tokens of layer 1 travel under the experts of layer 0.
+        ("staleness-2", "D0 A0 D1 S0 d0 R0 C0 A1 S1 d1 R1 C1 c0 c1", "C1 c1 C0 D1 R1 S1 A1 c0 D0 R0 S0 d1 A0 d0"),
+        ("ladder-parallel", "D0 A0 D1 d0 R0 C0 A1 d1 R1 C1 c0 c1", "C1 c1 C0 D1 R1 A1 c0 D0 R0 A0 d1 d0"),
+        ("farskip", "D0 A0 S0 d0 R0 C0 A1 c0 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 C0 A1 c0 D0 R0 S0 A0 d0"),
+        ("shortcut", "D0 A0 d0 R0 C0 S0 c0 D1 A1 d1 R1 C1 S1 c1", "C1 S1 c1 D1 R1 A1 d1 C0 S0 c0 D0 R0 A0 d0"),
+        (
+            "longcat",
+            "A0 D0 M0 d0 R0 C0 B0 N0 c0 A1 D1 M1 d1 R1 C1 B1 N1 c1",
+            "C1 N1 B1 c1 D1 R1 M1 d1 A1 C0 N0 B0 c0 D0 R0 M0 d0 A0",
+        ),
+    ],
+)
+def test_tokens_travel_under_other_sub_blocks(gloo_pools: GlooPools, model: str, forward: str, backward: str) -> None:
+    """Forward, the numbers of rows go ahead of them, and nowhere else."""
+    residual_mode = "ladder" if model.startswith("staleness") else model.removesuffix("-routed")
+    config = small_model(
+        num_layers=2,
+        residual_mode=residual_mode,
+        ladder_layers=(0, 1) if WIRINGS_BY_NAME[residual_mode].late else (),
+        residual_staleness=2 if model == "staleness-2" else 1,
+        **ROUTED,
+        moe_shared_expert_intermediate_size=0 if model == "longcat" or model.endswith("-routed") else 8,
+    )
+    for training in (True, False):
+        for found, mirrored in gloo_pools(2).run(events, config, 1, 0, training):
+            assert found == re.sub(r"D(\d)", r"K\1 k\1 D\1", forward)
+            assert mirrored == (backward if training else "")
+
+
+def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: GlooPools) -> None:
+    """The numbers of rows are kept. Each layer dispatches again, combines, and dispatches, numbered from 3 to 0."""
+    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    for _, backward in gloo_pools(2).run(events, config, 1, 2, True):
+        assert backward == "D1 C1 d1 c1 D0 R1 D1 d0 C0 A1 d1 c0 D0 R0 A0 d0"
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 4), Layout(4, 2, 4)], ids=["ep2", "ep4", "ep4-tp2"])
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_a_micro_batch_of_one_token(gloo_pools: GlooPools, layout: Layout, recompute: int) -> None:
+    """Most ranks receive no rows. Attention has nothing to choose, so its queries and keys have no gradient."""
+    config = small_model(**WIRINGS["farskip"])
+    data_ranks = layout.ranks // layout.tensor
+    batch = make_batch(config, rows=data_ranks, length=layout.tensor)
+    check(gloo_pools, config, How(layout, "overlap", recompute, (1,), 1), batch, (), "[qkv]_proj", **PER_SEQUENCE)
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(4, 2, 4)], ids=["ep2-tp2", "ep4-tp2"])
+def test_balancing_losses_alone(gloo_pools: GlooPools, layout: Layout, kind: str) -> None:
+    """No target counts, so that a loss of parts of sequences is not hidden by the gradient of the rest."""
+    config = small_model(**WIRINGS["experts"])
+    batch = make_batch(config)
+    batch = batch._replace(loss_mask=torch.zeros_like(batch.loss_mask))
+    losses = PER_SEQUENCE | {"moe_router_load_balancing_type": kind}
+    check(gloo_pools, config, How(layout, "overlap", 2, (), 2), batch, (), **losses)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "overlap", "frozen"),
+    pairwise(
+        ["farskip", "staleness-2", "experts"],
+        {name: LAYOUTS[name] for name in ("ep2", "ep2-tp2")},
+        ["overlap", "forward-overlap"],
+        {
+            "router": r"router",
+            "experts": r"\.experts\.",
+            "routed": r"\.experts\.|router",
+            "below": r"embedding|layers\.[01]\.",
+            "all-but-experts": r"^(?!.*\.experts\.)",
+            "all-but-routers": r"^(?!.*router)",
+        },
+    ),
+)
+def test_frozen_parts(gloo_pools: GlooPools, model: str, layout: Layout, overlap: str, frozen: str) -> None:
+    # Each rank has rows of the vocabulary, so that all freeze the same tensors.
+    config = small_model(**MODELS[model], vocab_size=257)
+    how = How(layout, overlap, 0, (), 1)
+    check(gloo_pools, config, how, make_batch(config), (), frozen, **PER_SEQUENCE)
+    check(gloo_pools, config, how._replace(recompute=3), make_batch(config), (), frozen, **PER_SEQUENCE)
+
+
+def evaluated(config: ModelConfig, weights: Weights, how: How, batch: Batch) -> float:
+    """Return the loss of an evaluation."""
+    (part,) = build_parts(config, weights, ExpertOptions(), how)
+    data = part.stack.mesh.data
+    own = Batch(*(one.chunk(data.size)[data.rank] for one in batch))
+    with torch.no_grad():
+        loss, _ = part.stage(own.tokens, own.labels, own.loss_mask, lengths=own.lengths)
+    return data.all_reduce(loss).item()
+
+
+def test_evaluation(gloo_pools: GlooPools) -> None:
+    config = small_model(**MODELS["staleness-2"])
+    reference = ReferenceConfig.like(config)
+    weights = make_weights(reference, seed=1, dtype=torch.float64)
+    batch = make_batch(config)
+    expected, _ = reference_gradients(weights, reference, *batch[:3], 1.0, None, batch.sight)
+    for name in ("ep4", "ep4-tp2-ahead"):
+        how = How(LAYOUTS[name], "overlap", 3, (), 1)
+        for loss in gloo_pools(4).run(evaluated, config, weights, how, batch):
+            assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("unused", UNUSED.values(), ids=UNUSED.keys())
+def test_products_of_groups_of_rows(gloo_pools: GlooPools, unused: tuple[int, ...]) -> None:
+    """torch has them in fp32, and not in fp64. The rank of an expert decides which rows one product sums."""
+    config = replace(small_model(**MODELS["farskip"]), moe_router_enable_expert_bias=True)
+    reference = ReferenceConfig.like(config)
+    batch = make_batch(config)
+    _, expected = reference_gradients(
+        weights_without(reference, unused, torch.float64), reference, *batch[:3], batch.targets, None, batch.sight
+    )
+    weights = weights_without(reference, unused, torch.float32)
+    for experts in (2, 4):
+        how = How(Layout(4, 1, experts), "overlap", 0, (), 2)
+        outcomes = gloo_pools(4).run(run_case, config, weights, ExpertOptions(), how, batch, "^$")
+        assert_pieces([outcome.gradients for outcome in outcomes], expected, 1e-5)
+
+
+def test_a_mesh_must_be_able_to_divide_the_experts() -> None:
+    mesh = replace(ProcessMesh.single(), experts=CommGroup(range(4), 0, None))
+    two = replace(mesh, tensor=CommGroup(range(2), 0, None), head_replicas={})
+    for on, changes, problem in (
+        (mesh, {"num_experts": 6}, "6 experts of a farskip model on 4 ranks"),
+        (mesh, {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 1}, "8 experts of a desync model"),
+        (two, {}, "route the same tokens"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            LanguageModel(small_model(**MODELS["farskip-routed-only"] | changes), on, device=torch.device("meta"))
+    LanguageModel(small_model(**MODELS["farskip"]), replace(two, sequence_parallel=True), device=torch.device("meta"))
