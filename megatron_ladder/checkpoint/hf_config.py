@@ -22,6 +22,7 @@ from megatron_ladder.checkpoint.hf_rope import read_rope, rope_keys
 from megatron_ladder.checkpoint.hf_types import (
     AUTHORS_TYPE,
     GROUPS,
+    HYBRID,
     INSTELLA_TYPE,
     LATENT,
     LINEAR,
@@ -218,7 +219,7 @@ def _unsupported(model_type: str, given: Mapping[str, Any]) -> KeyErrors:
     """Return the keys with values that no model of the type has, or that mean a computation that the type lacks."""
     row = TYPES[model_type]
     errors = KeyErrors()
-    for key, value in row.same.items():
+    for key, value in {**row.same, **(HYBRID if row.is_hybrid else {})}.items():
         if given.get(key, value) not in (value, row.synonyms.get(key, value)):
             errors.append((key, given[key], f"{value!r}: other {model_type} models are not supported"))
     for key in ("final_logit_softcapping", "farskip", *UNUSUAL_KEYS):

@@ -280,6 +280,12 @@ LINEAR: tuple[str, ...] = (
 )
 LINEAR += ("linear_num_value_heads",)
 """Keys of models with linear attention, besides `mamba_ssm_dtype`."""
+HYBRID: Mapping[str, Any] = {
+    **{"attn_output_gate": True, "output_gate_type": "swish"},
+    # vLLM reads the type of the states from it.
+    "mamba_ssm_dtype": "float32",
+}
+"""Keys that cannot have other values in any hybrid type, even in one that is written without them."""
 _LINEAR_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _LINEAR_TENSORS = (
     JoinedTensor("conv1d.weight", ("q_conv.weight", "k_conv.weight", "v_conv.weight")),
@@ -291,11 +297,7 @@ _LINEAR_TENSORS = (
 _QWEN3_5 = _Type(
     architecture="Qwen3_5ForCausalLM",
     required=("num_key_value_heads", "head_dim", *LINEAR),
-    same={
-        **{"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"},
-        # vLLM reads the type of the states from it.
-        "mamba_ssm_dtype": "float32",
-    },
+    same={"attention_bias": False, **HYBRID},
     keys=("layer_types", *LINEAR),
     fixed={"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True},
     sliding_window=None,
@@ -512,7 +514,7 @@ TYPES = {
             *(*LATENT, "gated_attention", "quick_geglu", "swiglu_limit", "glu_linear_offset"),
             *(*WINDOWS, *LINEAR, "softmax_type", "zero_centered_gamma"),
         ),
-        same={"mamba_ssm_dtype": _QWEN3_5.same["mamba_ssm_dtype"]},
+        same={"mamba_ssm_dtype": HYBRID["mamba_ssm_dtype"]},
         sliding_window=None,
         partial_rotary_factor=1.0,
         linear_tensors=_QWEN3_5.linear_tensors,

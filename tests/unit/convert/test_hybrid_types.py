@@ -239,6 +239,9 @@ DENSE = {key: value for key, value in TEXT.items() if "expert" not in key and no
     "num_key_value_heads": 4,
 }
 """Qwen3.5-27B."""
+LATE_TEXT = hf_config(
+    replace(model_config_from_hf(TEXT), residual_mode="ladder", ladder_layers=(1, 2)), dtype="bfloat16"
+)
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 12, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
 
 
@@ -280,10 +283,19 @@ def test_published_models_are_read_and_written(config: dict[str, Any], kind: str
         (TEXT | {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: found 'bfloat16', expected 'float32'"),
         (TEXT | {"linear_num_key_heads": 12}, "linear_num_value_heads 32 is not divisible by linear_num_key_heads 12"),
         (TEXT | {"layer_types": ["sliding_attention"] * 40}, "layer_types: found"),
+        (TEXT | {"layer_types": ["mamba"] * 40}, "layer_types[0]: found 'mamba', expected 'full_attention' or "),
         (TEXT | {"layer_types": ["linear_attention"] * 39}, "linear_attention or full_attention for each of 40 layers"),
         (TEXT | {"mlp_only_layers": [3]}, "mlp_only_layers: found [3], expected []"),
         (TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
         (NEXT | {"attention_bias": True}, "attention_bias: found True, expected False"),
+        (NEXT | {"output_gate_type": "sigmoid"}, "output_gate_type: found 'sigmoid', expected 'swish'"),
+        (LATE_TEXT | {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: found 'bfloat16', expected 'float32'"),
+        (
+            LATE_TEXT | {"linear_num_key_heads": 12},
+            "linear_num_value_heads 32 is not divisible by linear_num_key_heads",
+        ),
+        (LATE_TEXT | {"linear_num_key_heads": None}, "a value, since layer_types has linear_attention"),
+        (LATE_TEXT | {"layer_types": ["linear_attention"] * 39}, "expected one for each of 40 layers"),
         (NEXT | {"linear_key_head_dim": None}, "linear_key_head_dim: found nothing, expected a value"),
         (VISION | {"tie_word_embeddings": True}, "tie_word_embeddings and text_config.tie_word_embeddings differ"),
         (VISION | {"text_config": None}, "text_config: found None, expected an object"),
@@ -295,21 +307,36 @@ def test_other_models_are_rejected(config: dict[str, Any], words: str) -> None:
     assert error.startswith("config.json: ") and words in error
 
 
-def test_a_missing_tensor_of_a_mixer_is_named(tmp_path: Path) -> None:
-    save_model(tmp_path, "qwen3_5_text")
-    weights = tensors_of(tmp_path)
-    del weights["model.layers.0.linear_attn.conv1d.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    (error,) = errors_of(open_hf_directory, tmp_path)
-    assert error.endswith("model.layers.0.linear_attn.conv1d.weight: is missing; expected shape [64, 1, 3]")
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("qwen3_5_text", "0.linear_attn.conv1d.weight", "[64, 1, 3]"),
+        ("qwen3_5_moe_text", "1.self_attn.q_proj.weight", "[192, 48]"),
+        ("qwen3_next", "2.linear_attn.in_proj_ba.weight", "[8, 48]"),
+        ("megatron_ladder", "0.linear_attn.A_log", "[4]"),
+        ("megatron_ladder", "1.self_attn.gate_proj.weight", "[96, 48]"),
+    ],
+)
+def test_a_missing_tensor_of_a_mixer_is_named(tmp_path: Path, kind: str, name: str, shape: str) -> None:
+    folder = tmp_path / "hf"
+    if kind == "megatron_ladder":
+        save_model(tmp_path / "standard", "qwen3_5_text")
+        convert("import", "--hf", tmp_path / "standard", "--save", tmp_path / "ours", "--ladder-layers", "2")
+        convert("export", "--load", tmp_path / "ours", "--hf", folder)
+    else:
+        save_model(folder, kind, **STACKS)
+    weights = tensors_of(folder)
+    del weights[f"model.layers.{name}"]
+    save_file(weights, folder / "model.safetensors")
+    (error,) = errors_of(open_hf_directory, folder)
+    assert error.endswith(f"model.layers.{name}: is missing; expected shape {shape}")
 
 
 def test_a_late_model_has_the_keys_that_servers_read() -> None:
     late = replace(model_config_from_hf(VISION), residual_mode="ladder", ladder_layers=(1, 2))
-    written = hf_config(late, dtype="bfloat16")
-    assert written["model_type"] == "megatron_ladder" and model_config_from_hf(written) == late
+    assert LATE_TEXT["model_type"] == "megatron_ladder" and model_config_from_hf(LATE_TEXT) == late
     keys = ["layer_types", "mamba_ssm_dtype", *(key for key in TEXT if key.startswith("linear_"))]
-    assert {key: written[key] for key in keys} == {key: TEXT[key] for key in keys}
+    assert {key: LATE_TEXT[key] for key in keys} == {key: TEXT[key] for key in keys}
     absent = hf_config(model_config_from_hf(QWEN3), dtype="bfloat16", model_type="megatron_ladder").keys() & keys
     assert not absent
 
