@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-from transformers.masking_utils import create_recurrent_attention_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -201,6 +201,12 @@ class GatedDeltaNet(Qwen3_5GatedDeltaNet):
         return super().forward(hidden_states, cache_params=past_key_values, **kwargs), None
 
 
+def _padding_mask(inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+    """Return which of the inputs [b, s, h] are no padding, [b, s]; None without a mask of tokens."""
+    # Old versions of transformers have no function for it.
+    return None if attention_mask is None or attention_mask.dim() > 2 else attention_mask[:, -inputs_embeds.shape[1] :]
+
+
 _MIXERS: Mapping[str, tuple[str, Callable[[MegatronLadderConfig, int], nn.Module]]] = {
     "full_attention": ("self_attn", _attention),
     "sliding_attention": ("self_attn", _attention),
@@ -209,7 +215,7 @@ _MIXERS: Mapping[str, tuple[str, Callable[[MegatronLadderConfig, int], nn.Module
 """Type of a layer -> its token mixer: the name in the layer, and what makes one with a place in the cache."""
 _MASKS: Mapping[str, Callable[..., Any]] = {
     "sliding_attention": create_sliding_window_causal_mask,
-    "linear_attention": create_recurrent_attention_mask,
+    "linear_attention": _padding_mask,
 }
 """Type of a layer -> what makes its mask, if it is not that of Llama."""
 
