@@ -1,6 +1,8 @@
 """Drafting heads in Hugging Face directories: in and out bit by bit, left out, and exported with late layers."""
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
+from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.mtp import shift_tokens
 from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import (
     assert_equal_bits,
@@ -64,7 +70,7 @@ def save_with_head(hf: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Te
     generator = torch.Generator().manual_seed(2)
 
     def random(shape: Any) -> Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
+        return (0.3 * torch.randn(shape, generator=generator)).bfloat16()
 
     prefix = max(name for name in weights if ".self_attn." in name).partition("self_attn.")[0]
     # States of routers are in fp32.
@@ -162,3 +168,57 @@ def test_files_that_disagree_about_a_head(tmp_path: Path, capsys: pytest.Capture
     save_file(weights, hf / "model.safetensors")
     convert("import", "--hf", hf, "--save", tmp_path / "c")
     assert "num_nextn_predict_layers announces a drafting head, which the files do not hold" in capsys.readouterr().out
+
+
+def logits_of_transformers(hf: Path, kind: str, head: dict[str, Tensor], tokens: Tensor, before_norm: bool) -> Tensor:
+    """Map tokens [b, s] to the logits [b, s - 1, V] of a head, whose layer is that of a model of one layer."""
+    layer, parts, *_ = KINDS[kind]
+    family = type(AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32))
+    whole = family.from_pretrained(hf, dtype=torch.float32, experts_implementation="eager")
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = 1
+    config.layer_types, config.mlp_layer_types, config.first_k_dense_replace = ["full_attention"], ["sparse"], 0
+    of_layer = {name.replace(layer, "model.layers.0."): one for name, one in head.items() if name.startswith(layer)}
+    of_layer |= {
+        name: one for name, one in tensors_of(hf).items() if name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    of_layer["model.norm.weight"] = head[f"{parts['norm']}.weight"]
+    one = family.from_pretrained(
+        None, config=config, state_dict=of_layer, dtype=torch.float32, experts_implementation="eager"
+    )
+    norms = {}
+    for part in ("enorm", "hnorm"):
+        norms[part] = copy.deepcopy(whole.model.norm)
+        norms[part].weight.data.copy_(head[f"{parts[part]}.weight"])
+    streams: list[Tensor] = []
+    whole.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    normed = whole.model(tokens).last_hidden_state
+    stream = (streams[0] if before_norm else normed)[:, :-1]
+    both = torch.cat((norms["enorm"](whole.model.embed_tokens(tokens[:, 1:])), norms["hnorm"](stream)), dim=-1)
+    logits: Tensor = one(inputs_embeds=both @ head[f"{parts['eh_proj']}.weight"].float().T).logits
+    return logits
+
+
+@pytest.mark.parametrize("before_norm", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"])
+@torch.no_grad()
+def test_the_logits_of_an_imported_head_are_those_of_transformers_layers(
+    tmp_path: Path, kind: str, before_norm: bool
+) -> None:
+    """transformers computes no heads, so that its layers are put together as in a server."""
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    _, head = save_with_head(hf, kind)
+    convert("import", "--hf", hf, "--save", ours)
+    checkpoint = Checkpoint.open(ours)
+    model = LanguageModel(replace(checkpoint.model(), mtp_before_final_norm=before_norm), ProcessMesh.single())
+    load_weights(model, checkpoint)
+    tokens = torch.randint(0, 301, (2, 12), generator=torch.Generator().manual_seed(3))
+    context = model.training_context(tokens)
+    stream = model.hidden_states(tokens, context)
+    assert model.mtp is not None
+    read = stream if before_norm else model.final_norm(stream)
+    normed, _ = model.mtp(model.embedding(shift_tokens(tokens)), read, context)
+    found = model.head.logits(normed)[:-1, :, : model.config.vocab_size].transpose(0, 1)
+    same, other = (logits_of_transformers(hf, kind, head, tokens, which) for which in (before_norm, not before_norm))
+    assert (found - same).abs().max() <= 1e-5 * same.abs().max()
+    assert (found - other).abs().max() > 1e-2 * same.abs().max()
