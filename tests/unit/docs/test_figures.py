@@ -14,7 +14,7 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, predict_inference
 from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import MachineOptions
-from ladder_lab.study.figures import paired, with_interval
+from ladder_lab.study.figures import number, paired, with_interval
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
 from megatron_ladder.blueprint.model_flags import ModelFlags
@@ -204,3 +204,36 @@ def test_differences_over_sizes_are_those_of_the_runs() -> None:
     for wiring, *cells, _ in rows:
         gaps = [paired(losses[size, wiring], losses[size, "standard"]) for size in sizes]
         assert cells == [with_interval(gap["mean"], gap) for gap in gaps]
+
+
+def test_prices_of_late_mixers_are_those_of_the_runs() -> None:
+    study = json.loads((ROOT / "docs" / "study" / "hybrids.json").read_text(encoding="utf-8"))
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for run in study["runs"]:
+        losses.setdefault((run["size"], run["wiring"]), {})[run["seed"]] = run["loss"]
+
+    def cell(differences: dict[int, float]) -> str:
+        found = paired(differences, dict.fromkeys(differences, 0.0))
+        return f"{number(found['mean'], '+.4f')} ± {number((found['high'] - found['low']) / 2, '.4f')}"
+
+    rows = table("docs/studies.md", "## Hybrids")
+    kinds = {"ladder": None, "late-linear-attention": "gated DeltaNet", "late-softmax-attention": "attention"}
+    assert [row[0] for row in rows] == [*kinds]
+    for wiring, count, *cells in rows:
+        expected = []
+        for size in ("study-hybrid-smaller", "study-hybrid"):
+            standard = losses[size, "standard"]
+            gaps = {seed: loss - standard[seed] for seed, loss in losses[size, wiring].items()}
+            total = paired(losses[size, wiring], standard)
+            assert len(gaps) == 3
+            expected += [
+                with_interval(total["mean"], total),
+                cell({seed: gap / int(count) for seed, gap in gaps.items()}),
+            ]
+        prices = {}
+        for measured in study["rewired"]:
+            of_kind = [one for one in measured["sub_blocks"] if one["kind"] == kinds[wiring]]
+            assert int(count) == len((of_kind or [measured])[0]["layers"])
+            together = of_kind[0]["together"] if of_kind else measured["upper"][-1]
+            prices[measured["seed"]] = together[0] / int(count)
+        assert cells == [*expected, cell(prices)]
