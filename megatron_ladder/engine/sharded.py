@@ -7,7 +7,8 @@ data-parallel rank owns an equal part of every bucket, whose master weights and 
     compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
     wire          [ reduce-scatter ... ]                                [ all-gather ... ]
 
-A bucket is reduced when its last gradient of the step has been added. All ranks start the reduces in the same order, in
+A bucket is reduced when its last gradient of the step has been added, over the ranks that hold the same parameters: of
+routed experts that ranks of several batches divide, these are others, so they have separate buckets. All ranks start the reduces in the same order, in
 which backward completes the buckets. After the update the weights are gathered in the opposite order, in which forward
 reads them, and every module waits for its weights before it runs.
 
@@ -36,6 +37,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.state import GROUP_MOMENTS, ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import data_groups
 from megatron_ladder.parallel.products import add_product
 
 
@@ -90,15 +92,15 @@ class _Bucket:
         group: int,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        mesh: ProcessMesh,
+        reduce_over: CommGroup,
         shards: bool,
-        is_copied: bool,
+        copies: CommGroup | None,
     ) -> None:
         self.group = group
         self.parameters = parameters
-        self.reduce_over = mesh.data
-        self.divided_over = divided_over = mesh.data if shards else CommGroup.alone()
-        self.copies = mesh.ends if is_copied else None
+        self.reduce_over = reduce_over
+        self.divided_over = divided_over = reduce_over if shards else CommGroup.alone()
+        self.copies = copies
         *self.offsets, length = accumulate((parameter.numel() for parameter in parameters), initial=0)
         own_length = -(-length // divided_over.size)
         self.weights = torch.zeros(own_length * divided_over.size, dtype=dtype, device=parameters[0].device)
@@ -154,15 +156,19 @@ class ShardedOptimizer(ZeroOptimizer):
         super().__init__(model, mesh.data.rank == 0)
         self.shards = shards
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
+        data = data_groups(model)
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
         order: dict[_Bucket, tuple[bool, bool, int]] = {}
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
             # Norms and biases are the first weights to arrive, because some are read outside of their modules.
             is_last = index == len(groups) - 1
-            for parameters in _cut(ordered, bucket_numbers, tied):
-                bucket = _Bucket(index, parameters, dtype, mesh, shards, parameters[0] is tied)
-                order[bucket] = bucket.copies is not None, is_last, -position[parameters[-1]]
+            for reduce_over in dict.fromkeys(data[parameter] for parameter in ordered):
+                alike = [parameter for parameter in ordered if data[parameter] is reduce_over]
+                for parameters in _cut(alike, bucket_numbers, tied):
+                    copies = mesh.ends if parameters[0] is tied else None
+                    bucket = _Bucket(index, parameters, dtype, reduce_over, shards, copies)
+                    order[bucket] = copies is not None, is_last, -position[parameters[-1]]
         self.buckets = sorted(order, key=order.__getitem__)
         self.groups = [{**group} for group in groups]
         self._trained: list[_Segment] = []
@@ -267,8 +273,8 @@ class ShardedOptimizer(ZeroOptimizer):
         pass  # The first gradients of the next step replace these.
 
     def spans(self) -> Iterator[Span]:
-        owned = self.shards or self._is_first_copy
         for bucket in self.buckets:
+            owned = self.shards or bucket.reduce_over.rank == 0
             group = self.groups[bucket.group]
             for part in bucket.segments:
                 yield from self._spans_in(group, part.parameters, part.offsets, part.master, part.start, owned)

@@ -189,6 +189,12 @@ def parameter_sections(model: nn.Module, recurse: bool = True) -> Iterator[tuple
                 yield parameter, module.sections[attribute]
 
 
+def data_groups(model: nn.Module) -> dict[nn.Parameter, CommGroup]:
+    """Return the group over which the gradient of each parameter of the model is summed."""
+    modules = (module for module in model.modules() if isinstance(module, ParallelModule))
+    return {parameter: module.data for module in modules for parameter in module.parameters(recurse=False)}
+
+
 def state_sections(model: nn.Module, recurse: bool = True) -> Iterator[tuple[Tensor, tuple[Section, ...]]]:
     """Yield every tensor that checkpoints hold and no gradient trains, with its section; see `parameter_sections`."""
     for module in model.modules() if recurse else [model]:
