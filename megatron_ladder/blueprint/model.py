@@ -210,12 +210,16 @@ def model_errors(config: ModelConfig) -> list[Problem]:
     return invalid or find_problems(MODEL_CHECKS, derive(CHOICES, values))
 
 
-def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[Problem]:
+def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, expert_parallel: int = 1) -> list[Problem]:
     """Return one problem for each reason why this many tensor-parallel ranks cannot compute the model.
 
-    A rank has a part of the width of each expert.
+    A rank has a part of the width of each expert, or whole experts if expert-parallel ranks divide them.
     """
-    layout = {"tensor_model_parallel_size": tensor_parallel, "expert_sharding": "width"}
+    layout = {
+        "tensor_model_parallel_size": tensor_parallel,
+        "expert_sharding": "width",
+        "expert_model_parallel_size": expert_parallel,
+    }
     return find_problems(TENSOR_PARALLEL_CHECKS, vars(config) | layout)
 
 

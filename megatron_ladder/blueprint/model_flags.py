@@ -443,8 +443,10 @@ _SHARED_BY_LANES = "with {lanes} on {tensor_model_parallel_size}: the lanes shar
 TENSOR_PARALLEL_CHECKS = (
     *_divided_by("tensor_model_parallel_size"),
     rule(
-        lambda tensor_model_parallel_size, moe_ffn_hidden_size, expert_sharding: (
-            expert_sharding == "width" and moe_ffn_hidden_size % tensor_model_parallel_size
+        lambda tensor_model_parallel_size, moe_ffn_hidden_size, expert_sharding, expert_model_parallel_size: (
+            expert_sharding == "width"
+            and expert_model_parallel_size == 1
+            and moe_ffn_hidden_size % tensor_model_parallel_size
         ),
         "{moe_ffn_hidden_size} is not divisible by {tensor_model_parallel_size}",
     ),
@@ -453,6 +455,10 @@ TENSOR_PARALLEL_CHECKS = (
             expert_sharding == "experts" and num_experts % tensor_model_parallel_size
         ),
         "{num_experts} is not divisible by {tensor_model_parallel_size}",
+    ),
+    rule(
+        lambda expert_model_parallel_size, num_experts: num_experts % expert_model_parallel_size,
+        "{num_experts} is not divisible by {expert_model_parallel_size}",
     ),
     rule(
         lambda tensor_model_parallel_size, lanes: lanes % tensor_model_parallel_size,

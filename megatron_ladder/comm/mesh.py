@@ -145,7 +145,10 @@ class ProcessMesh:
         """Return a description of the grid for the log."""
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
-        experts = f", the experts divided over {self.experts.size} ranks" if self.experts.size > 1 else ""
+        experts = ""
+        if self.experts.size > 1:
+            whole = " (expert-tensor-parallel size 1)" if self.tensor.size > 1 else ""
+            experts = f", whole experts divided over {self.experts.size} ranks{whole}"
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}{experts}"
 
 

@@ -26,6 +26,8 @@ _RULES = {
         --log-memory-to-tensorboard! --log-validation-ppl-to-tensorboard! --no-log-loss-scale-to-tensorboard!
         --disable-log-loss-scale-to-tensorboard! --no-one-logger! --tokenizer-hf-use-fast! --moe-grouped-gemm!
         --disable-moe-token-dropping! --disable-moe-top2-2nd-expert-sampling! --no-create-moe-param-group!
+        --moe-shared-expert-overlap! --delay-wgrad-compute! --overlap-dispatch-backward-with-experts-wgrad!
+        --high-priority-a2a-comm-stream!
         --normalization=rmsnorm --attention-dropout=0 --hidden-dropout=0
         --make-vocab-size-divisible-by=128 --vocab-extra-ids=0 --data-impl=mmap --dataloader-type=single
         --sample-rate=1 --transformer-impl=local --attention-backend=auto,flash
@@ -85,22 +87,19 @@ _RULES = {
         --moe-router-topk-limited-devices""",
     "list the layers in --moe-layers; N stands for 0, N, 2N and so on": "--moe-layer-freq",
     "list the layers in --moe-layers; N, 2 by default there, stands for N-1, 2N-1 and so on": "--expert-interval",
-    "shared and routed experts have one sum, and no exchange that one could hide: leave it out; --residual-mode "
-    "shortcut and farskip hide sums, but are other models": "--moe-shared-expert-overlap",
-    "only tensor-parallel ranks divide experts: use --tensor-model-parallel-size, and --expert-sharding experts for "
-    "whole ones": """
-        --expert-model-parallel-size=1 --moe-expert-parallel-size=1 --expert-tensor-parallel-* --moe-extended-tp""",
-    "tensor-parallel ranks divide the width of every expert by default: leave it out": """
-        --enable-expert-tensor-parallelism --create-moe-param-group""",
+    "use --expert-model-parallel-size": "--moe-expert-parallel-size=1",
+    "tensor-parallel ranks divide the width of every expert, without --expert-model-parallel-size: leave it out": """
+        --moe-extended-tp --enable-expert-tensor-parallelism --create-moe-param-group""",
     "the weights of experts multiply their outputs: another model is not supported": "--moe-apply-probs-on-input",
     "no token is dropped: leave it out": """
         --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity
         --moe-token-drop-policy --moe-token-dropping --moe-train-capacity-factor --moe-eval-capacity-factor
         --moe-min-capacity""",
-    "ranks exchange no tokens, only the sums that the wiring overlaps: leave it out": """
-        --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-* --moe-flex-* --moe-*hybridep* --moe-ncclep-*
-        --moe-dispatch-* --moe-combine-* --overlap-moe-expert-parallel-comm --ep-overlap-* --delay-wgrad-compute
-        --overlap-dispatch-backward-with-experts-wgrad --high-priority-a2a-comm-stream""",
+    "tokens are exchanged by the all-to-all of NCCL or gloo: leave it out": """
+        --moe-token-dispatcher-type=alltoall --moe-enable-deepep --moe-deepep-* --moe-flex-* --moe-*hybridep*
+        --moe-ncclep-* --moe-dispatch-* --moe-combine-*""",
+    "a step computes one micro-batch at a time: leave it out; --residual-mode ladder hides the exchange with one, but "
+    "is another model": "--overlap-moe-expert-parallel-comm --ep-overlap-*",
     "the products of experts have one implementation: leave it out": """
         --moe-permute-fusion --moe-router-fusion --moe-use-*grouped* --moe-single-grouped-* --use-grouped-gemm-*
         --use-tutel --moe-*interleave-size --moe-*paged-stash*
@@ -129,7 +128,7 @@ _RULES = {
         --cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank""",
     "use --tensor-model-parallel-size": "--model-parallel-size",
     "ranks that use the same weights divide them only with --zero-stage 3": """
-        --tensor-parallel-num-weight-shards --gtp-*""",
+        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards --gtp-*""",
     "use --num-layers-per-virtual-pipeline-stage: --num-layers divided by --pipeline-model-parallel-size and by this "
     "number": "--num-virtual-stages-per-pipeline-rank",
     "the schedules are 1F1B and interleaved 1F1B: leave it out": """
@@ -377,7 +376,14 @@ _EXCLUDED = {
     "--no-pipeline-parallel": ("pipeline_model_parallel_size",),
 }
 """Flags of the trainer that contradict accepted ones."""
-_REQUIRED = {"--group-query-attention": ("num_query_groups",), "--use-checkpoint-args": ("load",)}
+_REQUIRED = {
+    "--group-query-attention": ("num_query_groups",),
+    "--use-checkpoint-args": ("load",),
+    "--moe-shared-expert-overlap": ("expert_model_parallel_size",),
+    "--delay-wgrad-compute": ("expert_model_parallel_size",),
+    "--overlap-dispatch-backward-with-experts-wgrad": ("expert_model_parallel_size",),
+    "--high-priority-a2a-comm-stream": ("expert_model_parallel_size",),
+}
 """Flags without which accepted ones have no meaning."""
 
 

@@ -41,6 +41,10 @@ def _decay_checks(end: str, is_end: Callable[[int | None], bool]) -> tuple[Check
     )
 
 
+def _one_divides(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
+
+
 def _virtual_stage_problems(stages: int, virtual: int | None, layers: int) -> Iterator[Problem]:
     if virtual is None or stages > layers:
         return
@@ -119,7 +123,7 @@ class TrainingConfig:
         "auto",
         excludes=(
             *("zero_stage 2", "zero_stage 3", "offload_optimizer"),
-            *("reset_attention_mask", "profile"),
+            *("reset_attention_mask", "profile", "expert_model_parallel_size"),
         ),
     )
     """Capture forward and backward of a micro-batch as CUDA graphs and replay them, so that the host does not launch
@@ -273,6 +277,19 @@ class ParallelConfig:
     """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
     expert_sharding: Literal["width", "experts"] = flag("width", requires="num_experts")
     """What a tensor-parallel rank holds of a layer's experts: a part of the width of each, or whole experts."""
+    expert_model_parallel_size: int = flag(
+        1,
+        aliases=("--ep",),
+        minimum=1,
+        requires="num_experts",
+        excludes=("expert_sharding experts", "offload_optimizer"),
+    )
+    """Ranks of a pipeline stage, tensor- and data-parallel, that divide a layer's experts, whole ones, and exchange
+    tokens. One of it and the tensor-parallel size divides the other. With 1, only tensor-parallel ranks divide experts.
+    ZeRO then shards the state of an expert over the ranks that hold it."""
+    expert_tensor_parallel_size: int | None = flag(None, minimum=1, requires="num_experts")
+    """Ranks that divide the width of an expert, to check it: 1 with --expert-model-parallel-size, otherwise the
+    tensor-parallel size, which Megatron's default always is."""
     tp_overlap: bool = True
     """Leave tensor-parallel all-reduces in flight under later sub-blocks. Without this overlap, each is waited for
     immediately after its launch; for comparison, as results are the same."""
@@ -331,6 +348,42 @@ class ParallelConfig:
             ),
             "{zero_stage} with {pipeline_model_parallel_size}: a stage needs whole gradients over all its "
             "micro-batches, so use {zero_stage} 0 or 1",
+        ),
+        rule(
+            lambda expert_model_parallel_size, zero_stage: expert_model_parallel_size > 1 and zero_stage in ("2", "3"),
+            "{zero_stage} with {expert_model_parallel_size}: DeepSpeed would sum the gradients of experts over ranks "
+            "that hold others",
+            "use {zero_stage} 0 or 1",
+        ),
+        rule(
+            lambda expert_model_parallel_size, tensor_model_parallel_size: (
+                not _one_divides(expert_model_parallel_size, tensor_model_parallel_size)
+            ),
+            "{expert_model_parallel_size} and {tensor_model_parallel_size}: one must divide the other",
+        ),
+        rule(
+            lambda expert_model_parallel_size, tensor_model_parallel_size, data_parallel_ranks: (
+                _one_divides(expert_model_parallel_size, tensor_model_parallel_size)
+                and tensor_model_parallel_size * data_parallel_ranks % expert_model_parallel_size
+            ),
+            "{expert_model_parallel_size} does not divide the {tensor_model_parallel_size} x {data_parallel_ranks!v} "
+            "data-parallel ranks of a stage",
+        ),
+        rule(
+            lambda expert_model_parallel_size, tensor_model_parallel_size, sequence_parallel: (
+                expert_model_parallel_size > 1 and tensor_model_parallel_size > 1 and not sequence_parallel
+            ),
+            "{expert_model_parallel_size} with {tensor_model_parallel_size}: each rank sends its own tokens, so the "
+            "sequence must be sharded",
+            "add {sequence_parallel}",
+        ),
+        rule(
+            lambda expert_tensor_parallel_size, expert_model_parallel_size, tensor_model_parallel_size: (
+                expert_tensor_parallel_size
+                not in (None, 1 if expert_model_parallel_size > 1 else tensor_model_parallel_size)
+            ),
+            "{expert_tensor_parallel_size} with {expert_model_parallel_size} and {tensor_model_parallel_size}",
+            "leave it out: a rank holds whole experts with {expert_model_parallel_size}, and parts of all without it",
         ),
         rule(
             lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (

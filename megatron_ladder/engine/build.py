@@ -46,6 +46,7 @@ def build_mesh(run: RunConfig, device: torch.device) -> ProcessMesh:
         tp_comm_max_ctas=run.parallel.tp_comm_max_ctas,
         chunks=run.chunks,
         device=device,
+        expert_parallel=run.parallel.expert_model_parallel_size,
     )
 
 

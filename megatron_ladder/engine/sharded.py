@@ -7,10 +7,12 @@ data-parallel rank owns an equal part of every bucket, whose master weights and 
     compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
     wire          [ reduce-scatter ... ]                                [ all-gather ... ]
 
-A bucket is reduced when its last gradient of the step has been added, over the ranks that hold the same parameters: of
-routed experts that ranks of several batches divide, these are others, so they have separate buckets. All ranks start the reduces in the same order, in
+A bucket is reduced when its last gradient of the step has been added. All ranks start the reduces in the same order, in
 which backward completes the buckets. After the update the weights are gathered in the opposite order, in which forward
 reads them, and every module waits for its weights before it runs.
+
+With expert parallelism, the ranks that hold the same routed experts are not those that hold the same other parameters.
+So experts have separate buckets, which their ranks reduce and, in stage 1, divide.
 
 Frozen parameters have no gradients. They cut a bucket into segments, but all elements stay where they are:
 

@@ -83,8 +83,9 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer 
                 fix = "train both models with one tokenizer"
                 yield Problem(named, reason, fix, taught=repr(taught), learned=repr(learned))
                 break
-    tensor_parallel = run.parallel.tensor_model_parallel_size
-    for error in tensor_parallel_errors(config, tensor_parallel):
+    parallel = run.parallel
+    ranks = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    for error in tensor_parallel_errors(config, *ranks):
         yield Problem(named, "{}: the teacher cannot be sharded like the model: {error}", error=error)
     if run.training.seq_length > config.max_position_embeddings:
         most = config.max_position_embeddings

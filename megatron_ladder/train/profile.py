@@ -29,9 +29,16 @@ def named_for_profiler(config: ProfileConfig, mesh: ProcessMesh) -> tuple[Proces
         return mesh, no_span
     tensor = name_collectives(mesh.tensor, record_function)
     replicas = {count: name_collectives(group, record_function) for count, group in mesh.head_replicas.items()}
-    # Data-parallel collectives run under sub-blocks without being theirs.
-    data = name_collectives(mesh.data, lambda name: record_function(f"data {name}"))
-    return replace(mesh, tensor=tensor, head_replicas=replicas, data=data), record_function
+    experts = name_collectives(mesh.experts, record_function)
+
+    def of_data(name: str) -> AbstractContextManager[object]:
+        # Data-parallel collectives run under sub-blocks without being theirs.
+        return record_function(f"data {name}")
+
+    data = name_collectives(mesh.data, of_data)
+    experts_data = name_collectives(mesh.experts_data, of_data)
+    groups = replace(mesh, tensor=tensor, head_replicas=replicas, experts=experts)
+    return replace(groups, data=data, experts_data=experts_data), record_function
 
 
 def step_contexts(

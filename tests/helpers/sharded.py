@@ -27,10 +27,15 @@ PADDING = 1e3
 
 @functools.cache
 def mesh_of(
-    tensor_parallel: int, replicas: tuple[int, ...] = (), pipeline_parallel: int = 1, tp_comm_max_ctas: int = 0
+    tensor_parallel: int,
+    replicas: tuple[int, ...] = (),
+    pipeline_parallel: int = 1,
+    tp_comm_max_ctas: int = 0,
+    expert_parallel: int = 1,
 ) -> ProcessMesh:
     """Return one mesh per shape and process, because creating groups is slow."""
-    return ProcessMesh.build(tensor_parallel, pipeline_parallel, replicas, tp_comm_max_ctas=tp_comm_max_ctas)
+    options = {"tp_comm_max_ctas": tp_comm_max_ctas, "expert_parallel": expert_parallel}
+    return ProcessMesh.build(tensor_parallel, pipeline_parallel, replicas, **options)
 
 
 LATENT_WIDTHS: dict[str, Any] = {

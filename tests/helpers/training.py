@@ -79,10 +79,10 @@ def build_trainer_here(
     run, device = run_of(argv, torch.distributed.get_world_size()), rank_device()
     if run.needs_deepspeed:
         deepspeed_is_started()
-    tensor_parallel = run.parallel.tensor_model_parallel_size
-    stages = run.parallel.pipeline_model_parallel_size
+    parallel = run.parallel
+    tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = head_replicas(run.model, tensor_parallel)
-    mesh = mesh_of(tensor_parallel, replicas, stages, run.parallel.tp_comm_max_ctas)
+    mesh = mesh_of(tensor_parallel, replicas, stages, parallel.tp_comm_max_ctas, parallel.expert_model_parallel_size)
     mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     mesh, span = named_for_profiler(run.profile, mesh)

@@ -13,12 +13,13 @@ import pytest
 
 from megatron_ladder.blueprint.model_flags import FLAG_CHECKS, LEARNING_CHECKS, MODEL_CHECKS, TENSOR_PARALLEL_CHECKS
 from megatron_ladder.command_line import Settings
-from megatron_ladder.config.megatron_flags import _known_flags, read_megatron_flag
+from megatron_ladder.config.megatron_flags import _REQUIRED, _known_flags, read_megatron_flag
 from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.flags import Flag, flag_name, section_checks, section_flags
 from tests.helpers.runs import run_or_errors
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
+EXPERT_PARALLEL = "--num-experts 4 --expert-model-parallel-size"
 
 
 def read(words: str, world_size: int = 4) -> tuple[RunConfig, list[str]]:
@@ -100,6 +101,38 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
         (
             "--pipeline-model-parallel-size 2 --distill-from d",
             "--distill-from d and --pipeline-model-parallel-size exclude each other",
+        ),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 requires --num-experts"),
+        (f"{EXPERT_PARALLEL} 4 --num-experts 6", "--num-experts 6 is not divisible by --expert-model-parallel-size 4"),
+        (f"{EXPERT_PARALLEL} 8 --num-experts 8", "--expert-model-parallel-size 8 does not divide the --tensor-model-"),
+        (
+            f"{EXPERT_PARALLEL} 2 --num-experts 6 --tensor-model-parallel-size 4 --num-attention-heads 4",
+            "--expert-model-parallel-size 2 with --tensor-model-parallel-size 4: each rank sends its own tokens",
+        ),
+        (
+            f"{EXPERT_PARALLEL} 3 --num-experts 6 --tensor-model-parallel-size 4 --sequence-parallel",
+            "--expert-model-parallel-size 3 and --tensor-model-parallel-size 4: one must divide the other",
+        ),
+        (
+            f"{EXPERT_PARALLEL} 2 --pipeline-model-parallel-size 4",
+            "--expert-model-parallel-size 2 does not divide the --tensor-model-parallel-size 1 x 1 data-parallel ranks",
+        ),
+        (f"{EXPERT_PARALLEL} 2 --zero-stage 2", "--zero-stage 2 with --expert-model-parallel-size 2: DeepSpeed would"),
+        (f"{EXPERT_PARALLEL} 2 --zero-stage 3", "--zero-stage 3 with --expert-model-parallel-size 2: DeepSpeed would"),
+        (f"{EXPERT_PARALLEL} 2 --offload-optimizer cpu", "--expert-model-parallel-size 2 and --offload-optimizer"),
+        (f"{EXPERT_PARALLEL} 2 --expert-sharding experts", "--expert-model-parallel-size 2 and --expert-sharding"),
+        (f"{EXPERT_PARALLEL} 2 --cuda-graph", "--cuda-graph true and --expert-model-parallel-size exclude each other"),
+        (
+            f"{EXPERT_PARALLEL} 2 --residual-mode ladder --lanes 2 --num-query-groups 4",
+            "--num-experts 4 with --lanes 2: the ranks read different streams",
+        ),
+        (
+            f"{EXPERT_PARALLEL} 2 --expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 with --expert-model-parallel-size 2 and --tensor-model-parallel-size 1",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            "--expert-tensor-parallel-size 1 with --expert-model-parallel-size 1 and --tensor-model-parallel-size 2",
         ),
         ("--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 without --moe-router-unnormalized: the weight"),
         (
@@ -240,6 +273,8 @@ def test_megatrons_flags_are_accepted_only_for_what_the_trainer_does() -> None:
     known, patterns = _known_flags()
     assert not own_spellings() & known.keys()
     needed = {"--group-query-attention": "--num-query-groups 4", "--use-checkpoint-args": "--load l"}
+    exchanges = [flag for flag, required in _REQUIRED.items() if required == ("expert_model_parallel_size",)]
+    needed |= dict.fromkeys(exchanges, "--expert-model-parallel-size 2 --num-experts 4")
     for flag, (_, values) in known.items():
         if values is None:
             (found,) = read(flag)[1]
@@ -310,9 +345,11 @@ def test_the_answer_to_a_flag_of_megatron(words: str, message: str) -> None:
         ("--moe-layer-freq 2", ["0, N, 2N"]),
         ("--expert-interval 2", ["N-1, 2N-1"]),
         ("--moe-loss-coeff 0.1", ["--moe-router-load-balancing-type aux_loss"]),
-        ("--moe-shared-expert-overlap", ["leave it out", "other models"]),
+        ("--moe-token-dispatcher-type flex", ["only alltoall", "all-to-all of NCCL or gloo"]),
+        ("--overlap-moe-expert-parallel-comm", ["one micro-batch at a time", "another model"]),
         ("--moe-apply-probs-on-input", ["another model is not supported"]),
-        ("--expert-model-parallel-size 8", ["--expert-sharding experts"]),
+        ("--moe-expert-parallel-size 8", ["use --expert-model-parallel-size"]),
+        ("--moe-extended-tp", ["without --expert-model-parallel-size"]),
         ("--tp-comm-overlap", ["leave it out", "another model"]),
         ("--use-rope-scaling", ["--rope-scaling llama3", "--rope-scaling-factor, which is 8"]),
         ("--rope-type yarn", ["--rope-scaling yarn", "--rope-original-max-position-embeddings, which is 4096"]),
