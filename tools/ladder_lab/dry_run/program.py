@@ -58,6 +58,12 @@ def dry_run(settings: Settings, ranks: int, output: Path | None = None) -> None:
 def _unsupported(run: RunConfig) -> Iterator[str]:
     if run.parallel.offload_optimizer == "cpu":
         yield "--offload-optimizer cpu: a dry run counts no memory of the host: leave it out"
+    experts = run.parallel.expert_model_parallel_size
+    if experts > 1:
+        yield (
+            f"--expert-model-parallel-size {experts}: a dry run chooses no experts, and so does not know how many "
+            "tokens a rank receives: leave it out"
+        )
     optimizer = run.optimizer.optimizer
     if optimizer_kind(optimizer).needs_whole_gradients:
         yield f"--optimizer {optimizer}: a dry run has no numbers, which it exchanges before it allocates: leave it out"
