@@ -34,6 +34,7 @@ LAYOUTS = {
     "pp": "--pipeline-model-parallel-size 2 --bf16".split(),
     "dp": "--zero-stage 2".split(),
     "delta": f"--tensor-model-parallel-size 2 {DELTA}".split(),
+    "ep": "--expert-model-parallel-size 2 --num-experts 4 --moe-router-enable-expert-bias".split(),
 }
 ATTEMPT_SECONDS = 60.0
 """An attempt that takes this long hangs; normally it takes a second."""

@@ -24,6 +24,13 @@ BIASES = "--qk-layernorm --add-mlp-bias"
 # A pipeline allows ZeRO 0 and 1.
 LONG = ["2x1x1 --zero-stage 1", "1x2x1 --zero-stage 1", "1x1x2 --zero-stage 2", "1x1x2 --zero-stage 3"]
 TO_EXPERTS = "2x2x1 --zero-stage 1 --expert-sharding experts"
+EXCHANGED = [
+    "1x1x2 --zero-stage 1 --expert-model-parallel-size 2",
+    "2x1x2 --zero-stage 1 --expert-model-parallel-size 4 --sequence-parallel",
+    "1x1x1 --zero-stage 0",
+    "2x2x1 --zero-stage 0 --expert-model-parallel-size 2 --sequence-parallel",
+]
+"""Experts over data-parallel ranks, over both kinds, on one rank, and over tensor-parallel ranks of stages."""
 WHOLE, SHARDED, OFFLOADED = (
     "1x1x1 --zero-stage 0",
     "2x1x2 --zero-stage 3",
@@ -65,6 +72,7 @@ def stay(
         pytest.param(HYBRID, 10, [*LONG, "2x2x1 --zero-stage 1"], id="fp32", marks=pytest.mark.slow),
         pytest.param(f"{HYBRID} --bf16", 2, [*LONG, "2x2x1 --zero-stage 1"], id="bf16"),
         pytest.param(EXPERTS, 1, [*LONG, TO_EXPERTS], id="experts"),
+        pytest.param(EXPERTS, 1, EXCHANGED, id="experts over data-parallel ranks"),
         pytest.param(BIASES, 1, [SHARDED, WHOLE, SHARDED], id="ZeRO 3 to one rank"),
         pytest.param(
             BIASES,

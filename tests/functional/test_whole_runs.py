@@ -23,6 +23,8 @@ from tests.helpers.whole_runs import (
     CORNERS,
     DATA,
     HYBRIDS,
+    EXPERT_LAYOUTS,
+    EXPERT_MODELS,
     LAYOUTS,
     MODELS,
     TEACHER,
@@ -159,6 +161,22 @@ def test_hybrids_of_every_wiring_log_in_every_layout_what_one_process_logs(
     ranks, flags = LAYOUTS[layout]
     found = run(tmp_path, command_line(corpus, OF_HYBRIDS[model], DATA["conversations"], flags), ranks)
     assert_equal_curves(found, in_one_process(model, "conversations"))
+
+
+def cases_of_experts() -> Iterator[Any]:
+    """Yield models, data and layouts, of which all but a pairwise cover are slow."""
+    for parameters in pairwise(EXPERT_MODELS, [*DATA], [*EXPERT_LAYOUTS]):
+        if parameters.values[:2] != ("sigmoid", "stream"):  # See `cases`.
+            yield parameters
+
+
+@pytest.mark.parametrize(("model", "data", "layout"), list(cases_of_experts()))
+def test_experts_over_data_parallel_ranks_log_the_same(
+    corpus: Path, in_one_process: Callable[[str, str], Curves], tmp_path: Path, model: str, data: str, layout: str
+) -> None:
+    ranks, flags = EXPERT_LAYOUTS[layout]
+    argv = command_line(corpus, MODELS[model], DATA[data], "--expert-sharding width", flags)
+    assert_equal_curves(run(tmp_path, argv, ranks), in_one_process(model, data))
 
 
 def slow_except(*quick: str) -> list[Any]:

@@ -128,6 +128,25 @@ CORNER_LAYOUTS = LAYOUTS | {
     "pp2x3": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --zero-stage 0")
 }
 """Those of `CORNERS`; 2x3: one layer per chunk of six layers."""
+EXPERT_LAYOUTS = {
+    "ep2": (2, "--expert-model-parallel-size 2 --zero-stage 0"),
+    "ep2-dp4": (4, "--expert-model-parallel-size 2 --recompute-granularity full"),
+    "ep4": (4, "--expert-model-parallel-size 4"),
+    "ep2-pp2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "ep2-tp2": (2, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "ep4-tp2": (
+        4,
+        "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--recompute-granularity full --zero-stage 0",
+    ),
+    "ep2-tp2-pp2x2": (
+        4,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+    ),
+}
+"""Those of `EXPERT_MODELS`, in which ranks exchange tokens."""
+EXPERT_MODELS = ("softmax", "sigmoid", "biased")
 EXACT = ("train/learning rate", "train/largest expert load", "train/expert load entropy", "train/dead experts")
 TOLERANCE = 1e-6
 _TEMPLATE = (
