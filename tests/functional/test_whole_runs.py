@@ -166,8 +166,10 @@ def test_hybrids_of_every_wiring_log_in_every_layout_what_one_process_logs(
 def cases_of_experts() -> Iterator[Any]:
     """Yield models, data and layouts, of which all but a pairwise cover are slow."""
     for parameters in pairwise(EXPERT_MODELS, [*DATA], [*EXPERT_LAYOUTS]):
-        if parameters.values[:2] != ("sigmoid", "stream"):  # See `cases`.
-            yield parameters
+        model, data, layout = parameters.values
+        if data == "stream" and (model == "sigmoid" or layout in ("ep2-dp4", "ep4")):
+            continue  # See `cases`; two streams are not divisible over four ranks.
+        yield parameters
 
 
 @pytest.mark.parametrize(("model", "data", "layout"), list(cases_of_experts()))
