@@ -95,6 +95,7 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
         ),
         ("2x1x1", "delta", f"{DELTA} --zero-stage 1"),
         pytest.param("1x1x2", "delta", f"{DELTA} --zero-stage 3", marks=pytest.mark.slow),
+        ("1x1x4", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"),
         ("2x1x1", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
     ],
 )

@@ -160,6 +160,7 @@ def test_frozen_parameters_stay_as_they_are(
         ("2x1x2", "--zero-stage 1 --optimizer muon"),
         ("2x2x1", "--zero-stage 1 --residual-mode ladder --qk-layernorm"),
         ("1x2x2", "--zero-stage 1 --residual-mode ladder --tie-embeddings"),
+        ("1x1x4", "--zero-stage 1 --residual-mode ladder --num-experts 4 --expert-model-parallel-size 2"),
         ("1x3x1", "--zero-stage 0 --residual-mode ladder"),
         ("1x2x1", "--zero-stage 0 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
     ],

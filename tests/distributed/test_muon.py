@@ -71,6 +71,7 @@ def torch_training(
         (2, "--zero-stage 2 --muon-ns-steps 3 --muon-momentum 0.8"),
         (4, "--zero-stage 1 --tensor-model-parallel-size 2 --num-experts 5 --moe-ffn-hidden-size 40"),
         (2, "--zero-stage 0 --tensor-model-parallel-size 2 --num-experts 6 --expert-sharding experts"),
+        (4, "--zero-stage 1 --num-experts 4 --moe-ffn-hidden-size 40 --expert-model-parallel-size 2"),
         (4, f"{LATENT} --zero-stage 1 --tensor-model-parallel-size 2 --q-lora-rank 12 --attention-output-gate"),
         (2, "--zero-stage 2 --num-experts 3 --moe-shared-expert-intermediate-size 16"),
         (4, f"{DELTA} --zero-stage 1 --tensor-model-parallel-size 4 --attention-output-gate"),

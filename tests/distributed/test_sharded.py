@@ -61,6 +61,7 @@ def steps(argv: list[str], batches: list[list[Batch]], late: bool) -> tuple[Hist
         ("--tie-embeddings --bf16 --recompute-granularity full", 2),
         ("--residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2", 4),
         ("--pipeline-model-parallel-size 2 --tie-embeddings --bf16", 4),
+        ("--num-experts 4 --expert-model-parallel-size 2 --add-moe-bias --bf16", 4),
     ],
 )
 def test_every_module_waits_for_its_weights(gloo_pools: GlooPools, tmp_path: Path, words: str, world: int) -> None:

@@ -142,6 +142,31 @@ def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, la
     check_steps(gloo_pools, layout, words, 1e-6)
 
 
+EXCHANGED = "--expert-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("1x1x2", f"{SPARSE} {EXCHANGED} 2 --zero-stage 1 --residual-mode ladder"),
+        ("1x1x4", f"{GLM} {EXCHANGED} 4 --zero-stage 0 --residual-mode farskip"),
+        ("1x1x4", f"{QWEN} {EXCHANGED} 2 --zero-stage 1 --residual-mode ladder --residual-staleness 2"),
+        ("1x2x2", f"{QWEN} {EXCHANGED} 2 --zero-stage 1 --residual-mode ladder-parallel"),
+        ("2x1x1", f"{GLM} {EXCHANGED} 2 --zero-stage 1 --sequence-parallel --residual-mode standard"),
+        ("2x1x2", f"{GLM} {EXCHANGED} 4 --zero-stage 1 --sequence-parallel --residual-mode shortcut"),
+        ("2x1x2", f"{QWEN} {EXCHANGED} 2 --zero-stage 0 --sequence-parallel --residual-mode longcat"),
+        (
+            "2x1x2",
+            f"{GLM} {EXCHANGED} 4 --zero-stage 1 --sequence-parallel --residual-mode farskip --add-moe-bias "
+            "--recompute-granularity full",
+        ),
+        ("2x2x1", f"{GLM} {EXCHANGED} 2 --zero-stage 1 --sequence-parallel --residual-mode ladder"),
+    ],
+)
+def test_experts_over_data_parallel_ranks_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
+    check_steps(gloo_pools, layout, words, 1e-6)
+
+
 TWENTY_STEPS = (
     "--train-iters 20 --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4"
 )
@@ -219,6 +244,7 @@ def check_twenty_steps(
         ("1x1x2", "--zero-stage 2 --bf16"),
         ("1x1x2", "--zero-stage 3 --bf16 --offload-optimizer cpu --num-experts 4 --moe-router-enable-expert-bias"),
         slow("2x1x2", "--zero-stage 3 --bf16 --num-experts 4 --moe-router-enable-expert-bias"),
+        ("1x1x2", "--bf16 --num-experts 4 --moe-router-enable-expert-bias --expert-model-parallel-size 2"),
         ("2x1x2", "--bf16 --residual-mode desync --desync-interval 4"),
         ("1x1x2", "--zero-stage 1 --bf16 --residual-mode standard --optimizer muon"),
         slow("2x1x2", f"{LATENT} --zero-stage 1 --bf16 --q-lora-rank 12 --attention-output-gate"),

@@ -74,8 +74,8 @@ def build_trainer_here(
     wrap_tensor: Callable[[CommGroup], CommGroup] = lambda group: group,
     teacher: TeacherInMemory | None = None,
 ) -> Trainer:
-    """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel and
-    tensor-parallel groups replaced by what `wrap_data` and `wrap_tensor` return for them."""
+    """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel groups and
+    its tensor-parallel one replaced by what `wrap_data` and `wrap_tensor` return for them."""
     run, device = run_of(argv, torch.distributed.get_world_size()), rank_device()
     if run.needs_deepspeed:
         deepspeed_is_started()
@@ -83,7 +83,9 @@ def build_trainer_here(
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = head_replicas(run.model, tensor_parallel)
     mesh = mesh_of(tensor_parallel, replicas, stages, parallel.tp_comm_max_ctas, parallel.expert_model_parallel_size)
-    mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
+    data = wrap_data(mesh.data)
+    experts_data = data if mesh.experts_data is mesh.data else wrap_data(mesh.experts_data)
+    mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=data, experts_data=experts_data)
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     mesh, span = named_for_profiler(run.profile, mesh)
     distillation = None
