@@ -21,6 +21,7 @@ LAYOUTS = [
     f"{PP} --residual-mode ladder --residual-staleness 2 --zero-stage 0",
     f"{DP} 1 --residual-mode ladder-parallel",
     f"{DP} 3 --residual-mode ladder",
+    f"{DP} 1 --residual-mode farskip --num-experts 4 --expert-model-parallel-size 2",
 ]
 GENERATOR = torch.Generator().manual_seed(3)
 TEXTS = [torch.randint(0, 101, (n,), generator=GENERATOR).tolist() for n in (2, 9, 5, 13, 3, 16, 4)]
