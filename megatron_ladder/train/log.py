@@ -20,7 +20,7 @@ from megatron_ladder.blueprint import tensors
 from megatron_ladder.blueprint.flops import ModelFlops, peak_flops
 from megatron_ladder.blueprint.model import ModelConfig, mixers_text
 from megatron_ladder.blueprint.specs import padded_vocab_size
-from megatron_ladder.blueprint.wiring import layers_text, plan_reads
+from megatron_ladder.blueprint.wiring import layers_text
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.loader import Sources
@@ -59,7 +59,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * training.train_iters:,} in "
         f"{counted(training.train_iters, 'step')}",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
-        "overlap": _overlap(run),
+        "overlap": _overlap(trainer),
         "norm": trainer.norm_description,
         "optimizer": trainer.optimizer_description,
     }
@@ -107,14 +107,17 @@ def _stages(run: RunConfig) -> str:
     return f"layers {layers}; the pipeline idles {_planned_idle(run):.0%} of a step with {steps}"
 
 
-def _overlap(run: RunConfig) -> str:
-    if run.parallel.tensor_model_parallel_size == 1:
+def _overlap(trainer: Trainer) -> str:
+    mesh, plan = trainer.mesh, trainer.model.stack.plan
+    # Among data-parallel ranks, only routed experts exchange their outputs.
+    exchanged = range(len(plan.arrivals)) if mesh.tensor.size > 1 else plan.complete
+    if mesh.tensor.size == mesh.experts.size == 1:
         return "nothing to hide: one tensor-parallel process"
-    if not run.parallel.tp_overlap:
+    if not trainer.run.parallel.tp_overlap:
         return "off: every sum over the ranks is waited for at once"
-    arrivals = plan_reads(run.model.wired_layers).arrivals
-    late = sum(position > output + 1 for output, position in enumerate(arrivals))
-    return f"the sums of {late} of {len(arrivals)} sub-blocks run under later ones, forward and backward"
+    late = sum(plan.arrivals[output] > output + 1 for output in exchanged)
+    what = "sums" if mesh.experts.size == 1 else "outputs"
+    return f"the {what} of {late} of {len(exchanged)} sub-blocks run under later ones, forward and backward"
 
 
 class RunLog:
