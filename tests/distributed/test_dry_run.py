@@ -150,6 +150,12 @@ def test_memory_of_experts_is_that_of_the_planner(
     assert_planned_memory(capsys, ranks, words, samples=2)
 
 
+def test_divided_experts_are_rejected() -> None:
+    words = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 2"
+    with pytest.raises(UserError, match="--expert-model-parallel-size 2: a dry run chooses no experts"):
+        dry_run(parse_run([*RECIPE, *words.split()]), 2)
+
+
 @pytest.mark.parametrize("value", [128, 96, 160])
 def test_memory_of_latents_is_that_of_the_planner(capsys: pytest.CaptureFixture[str], value: int) -> None:
     """Values as wide as queries, narrower ones, which are padded, and wider ones.
