@@ -4,7 +4,7 @@ Modules are built with a `Span` and open it around the computation to be named; 
 profiled run names the collectives of its groups with `name_collectives`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -62,6 +62,13 @@ class _RecordedGroup(CommGroup):
         with self._span("all_gather start"):
             whole, work = self._group.start_all_gather(tensor, into)
         return whole, self._named(work, "all_gather")
+
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Work | None]:
+        with self._span("all_to_all start"):
+            arriving, work = self._group.start_all_to_all(rows, sent, received)
+        return arriving, self._named(work, "all_to_all")
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self._span("all_reduce"):

@@ -110,3 +110,12 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(gloo_pools: GlooPools
     gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, "0"), "--sequence-parallel"])
     (path,) = tmp_path.iterdir()
     check_collectives(read_events(path), 4, 6)
+
+
+def test_a_trace_names_the_exchange_of_tokens(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """Each of three layers exchanges counts, tokens and outputs in each of two micro-batches, and two gradients."""
+    words = "--sequence-parallel --num-experts 4 --expert-model-parallel-size 2"
+    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, "0"), *words.split()])
+    (path,) = tmp_path.iterdir()
+    names = names_of(read_events(path), 4)
+    assert names.count("all_to_all start") == names.count("all_to_all wait") == 3 * 2 * (3 + 2)

@@ -37,7 +37,7 @@ ELSEWHERE = "outside of sub-blocks"
 """The embedding, the head, the loss, and data-parallel reduces."""
 _STEP = re.compile(r"iteration (\d+)")
 _SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
-_COLLECTIVE = re.compile(r"((?:data )?(?:all_reduce|all_gather|reduce_scatter|broadcast))(?: (start|wait))?")
+_COLLECTIVE = re.compile(r"((?:data )?(?:all_reduce|all_gather|reduce_scatter|all_to_all|broadcast))(?: (start|wait))?")
 _KERNELS = re.compile("nccl|(one|two)_shot_all_reduce|multimem")
 """Names of communication kernels: NCCL's, and those of torch's symmetric memory."""
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
