@@ -100,6 +100,8 @@ def test_every_wiring_and_layout(
         ("1x1x2", "--zero-stage 3 --residual-mode ladder --tie-embeddings"),
         ("1x2x1", "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --residual-mode ladder"),
         ("2x1x2", f"{EXPERTS} --zero-stage 3 --sequence-parallel"),
+        ("1x2x2", f"{EXPERTS} --expert-model-parallel-size 2 --residual-mode ladder"),
+        ("2x1x2", f"{EXPERTS} --expert-model-parallel-size 4 --residual-mode farskip --sequence-parallel"),
     ],
 )
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
