@@ -286,6 +286,7 @@ def test_a_plan_s_command_can_train_its_length(capsys: pytest.CaptureFixture[str
         ("--model 8b --num-experts 4", "--model and --num-experts exclude each other: give one of them"),
         ("--residual-mode ladder", "--residual-mode: wirings are compared: give --wirings"),
         ("inference --lanes 4", "--lanes: wirings are compared: leave it out"),
+        ("--vocab-size 99 --mtp-num-layers 1", "--mtp-num-layers: plans do not include a drafting head: leave it out"),
         ("inference --ladder-layers 99", "--ladder-layers 99: the upper 99 layers of 80 do not exist"),
         ("inference --ladder-layers none", "--ladder-layers none: the hybrid would be standard"),
         ("--num-layers 4 --hidden-size 100 --vocab-size 9", "--hidden-size 100 is not divisible by"),
