@@ -79,6 +79,8 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = False
 
     def select_operator(runner: MoERunner) -> Any:
+        if runner.shared_experts is not None:
+            return torch.ops.vllm.moe_forward_shared
         compute = runner._forward_impl
 
         def compute_and_overwrite(hidden_states: Tensor, *others: Any) -> Any:

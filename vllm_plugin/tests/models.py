@@ -137,8 +137,9 @@ DELTA: dict[str, dict[str, Any]] = {
     "delta-attention": WIRINGS["ladder-attention"] | _DELTA,
     "delta-farskip": EXPERTS["experts-farskip"] | _DELTA_EXPERTS,
     "delta-longcat": EXPERTS["experts-longcat"] | _DELTA,
+    "delta-four": WIRINGS["ladder"] | _DELTA | {"num_layers": 4, "ladder_layers": (0, 1, 2, 3)},
 }
-"""Gated DeltaNet in some layers, and the attention of Qwen3.5 in others."""
+"""Gated DeltaNet in some layers, and the attention of Qwen3.5 in others. Two stages of one have both."""
 DELTA_ON_CPU: dict[str, dict[str, Any]] = {
     "delta-cpu": WIRINGS["ladder"] | _DELTA | _ON_CPU,
     "qwen3-5-cpu": _DELTA | _ON_CPU,
