@@ -31,7 +31,7 @@ DATA = [
     "pyarrow>=17",
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.
-HF = ["transformers>=5.0,<6"]
+HF = ["transformers>=5.2,<6"]
 WANDB = ["wandb>=0.20,<1"]
 # To run evaluation tasks on the generation engine.
 EVAL = ["lm-eval[hf]>=0.4.13,<0.5"]
