@@ -50,7 +50,8 @@ class Rank:
         tensor, data = (new_group(size, checker) for size in (tensor_parallel, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
         if expert_parallel > 1:
-            mesh = replace(mesh, experts=new_group(expert_parallel, checker))
+            experts, experts_data = (new_group(size, checker) for size in (expert_parallel, DATA))
+            mesh = replace(mesh, experts=experts, experts_data=experts_data)
         self.checker = checker
         self.mesh = mesh
         options = StackOptions(recompute_layers=recompute_layers)
