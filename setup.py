@@ -32,6 +32,8 @@ DATA = [
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.2,<6"]
+# Kernels of gated DeltaNet for GPUs.
+FLA = ["flash-linear-attention>=0.4,<1"]
 WANDB = ["wandb>=0.20,<1"]
 # To run evaluation tasks on the generation engine.
 EVAL = ["lm-eval[hf]>=0.4.13,<0.5"]
@@ -79,6 +81,7 @@ setup(
     extras_require={
         "data": DATA,
         "eval": EVAL,
+        "fla": FLA,
         "hf": HF,
         "lab": LAB,
         "plot": PLOT,

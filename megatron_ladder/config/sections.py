@@ -116,6 +116,9 @@ class TrainingConfig:
     """Recompute only the first N layers of the model; all layers by default. Megatron counts those of each stage."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
+    linear_attention_implementation: Literal["torch", "fla"] = "torch"
+    """Implementation of gated DeltaNet's rule in training. fla: the kernels of flash-linear-attention, on CUDA and in
+    bf16."""
     compile_sub_blocks: Literal["auto", "true", "false"] = "auto"
     """Use torch.compile for norms, SwiGLU and rotary embedding; all-reduces overlap as without it. auto: true on CUDA
     if a compiler and Triton are installed, unless --norm-implementation apex is given. Without a value: true."""
@@ -140,6 +143,10 @@ class TrainingConfig:
         rule(
             lambda recompute_num_layers, num_layers: (recompute_num_layers or 0) > num_layers,
             "{recompute_num_layers} is above {num_layers}",
+        ),
+        rule(
+            lambda linear_attention_implementation, bf16: linear_attention_implementation == "fla" and not bf16,
+            "{linear_attention_implementation} without {bf16}: its kernels do not multiply in fp32",
         ),
         rule(
             lambda compile_sub_blocks, norm_implementation: (

@@ -82,7 +82,9 @@ def build_rank_model(
     """
     training = run.training
     if operations is None:
-        operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
+        operations, _ = select_operations(
+            training.norm_implementation, training.compile_sub_blocks, device, training.linear_attention_implementation
+        )
     chunks = partition(run)[mesh.pipeline.rank :: mesh.pipeline.size]
     recompute_layers = sum(layer < run.recompute_layers for layers in chunks for layer in layers)
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)

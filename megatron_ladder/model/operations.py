@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import Problem, UserError
+from megatron_ladder.model.flash_linear_attention import find_delta_kernel
 from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.products import LinearFunction
 
@@ -121,6 +122,8 @@ class Operations:
     """gates and ups [..., 2 n] -> [..., n]; other arguments are those of the model, which `for_model` binds."""
     linear: LinearFunction | None = None
     """Replaces the product of layers with their matrices."""
+    delta_kernel: Callable[..., Any] | None = None
+    """Replaces torch in the rule of gated DeltaNet in training."""
 
     def for_model(self, config: ModelConfig) -> "Operations":
         """Return the operations with the activation of a model."""
@@ -248,11 +251,27 @@ def select_operations(
     norm_implementation: Literal["auto", "torch", "apex"],
     compiled: Literal["auto", "true", "false"],
     device: torch.device,
+    linear_attention_implementation: Literal["torch", "fla"] = "torch",
 ) -> tuple[Operations, str]:
     """Return the operations for training, and a description of their norm for the log.
 
-    Raise a UserError if apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
+    Raise a UserError if apex or fla was requested, but is missing, or there is no CUDA device.
     """
+    operations, description = _select_norm(norm_implementation, compiled, device)
+    if linear_attention_implementation == "torch":
+        return operations, description
+    kernel, reason = find_delta_kernel(device)
+    if kernel is None:
+        problem = {"linear_attention_implementation": "fla"}
+        raise UserError(Problem(problem, "{}: {reason}", "leave it out", reason=reason))
+    return replace(operations, delta_kernel=kernel), description
+
+
+def _select_norm(
+    norm_implementation: Literal["auto", "torch", "apex"],
+    compiled: Literal["auto", "true", "false"],
+    device: torch.device,
+) -> tuple[Operations, str]:
     problem = ""
     if compiled == "auto" and device.type == "cuda" and norm_implementation != "apex":
         problem = _compiler_problem(device)

@@ -109,7 +109,9 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
     """
     training, config = run.training, teacher.config.without_mtp
-    operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
+    operations, _ = select_operations(
+        training.norm_implementation, training.compile_sub_blocks, device, training.linear_attention_implementation
+    )
     frozen_mesh = replace(
         mesh,
         head_replicas={count: _replica_group(mesh.tensor, count) for count in head_replicas(config, mesh.tensor.size)},

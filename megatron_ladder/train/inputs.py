@@ -264,6 +264,9 @@ def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) 
     if run.training.norm_implementation == "apex":
         with errors.collect():
             select_operations("apex", "false", rank_info.device())
+    if run.training.linear_attention_implementation == "fla":
+        with errors.collect():
+            select_operations("torch", "false", rank_info.device(), "fla")
     if run.optimizer.optimizer_implementation == "apex":
         with errors.collect():
             find_fused_adam(run.optimizer, rank_info.device())

@@ -75,7 +75,10 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
         torch.use_deterministic_algorithms(True)
     device = rank_info.device()
-    operations, norm = select_operations(run.training.norm_implementation, run.training.compile_sub_blocks, device)
+    training = run.training
+    operations, norm = select_operations(
+        training.norm_implementation, training.compile_sub_blocks, device, training.linear_attention_implementation
+    )
     settings = _shared_settings(inputs, device, norm)
     device = start_process_group(rank_info, run.parallel.distributed_timeout_minutes, settings, peers)
     if run.needs_deepspeed:

@@ -24,6 +24,7 @@ from ladder_lab.bench.exposed import Event, read_events
 from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.blueprint.model import head_replicas
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.errors import UserError
@@ -32,7 +33,10 @@ from megatron_ladder.generate.graph import CudaStepGraph, StepGraph
 from megatron_ladder.generate.loading import DTYPES, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.model.flash_linear_attention import find_delta_kernel
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations, require_compiler
+from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.products import add_product
 from megatron_ladder.parallel.vocabulary import _gradient_of_words, _softmax_of_words
 from megatron_ladder.train.profile import step_contexts
@@ -43,6 +47,7 @@ from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, rank_device
 from tests.helpers.waits import MaskedNumbers, waits_of_steps
+from tests.unit.model.test_gated_delta import delta_model
 from tests.unit.parallel.test_grouped import largest_errors
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
@@ -261,6 +266,28 @@ def time_loss_passes(tokens: int, words: int) -> tuple[float, float, float]:
         synchronise()
         times.append((time.perf_counter() - began) / TIMED_SUMS)
     return times[0], times[1], float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+
+
+def delta_kernel_difference() -> tuple[str, float]:
+    """Compute gradients of a bf16 model with gated DeltaNet by the kernels of flash-linear-attention and by torch.
+
+    Return why the kernels cannot be used, or "", and the largest difference of a gradient, relative to its norm.
+    """
+    device = rank_device()
+    kernel, reason = find_delta_kernel(device)
+    if kernel is None:
+        return reason, 0.0
+    config = delta_model(linear_key_head_dim=64, linear_value_head_dim=64)
+    tokens = torch.randint(config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0)).to(device)
+    bounds = torch.tensor([0, 70, 200, 201, 400], dtype=torch.int32)
+    gradients = []
+    for operations in (Operations(), Operations(delta_kernel=kernel)):
+        options = StackOptions(operations=operations)
+        model = LanguageModel(config, ProcessMesh.single(), options, dtype=torch.bfloat16, device=device, seed=1)
+        model(tokens, labels=tokens, document_bounds=bounds).backward()
+        gradients.append([parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None])
+    errors = [float((other - own).norm() / own.norm()) for own, other in zip(*gradients, strict=True)]
+    return "", max(errors)
 
 
 def product_of_experts_errors(dtype_name: str, hidden: int, width: int, local: range, kept: int) -> tuple[float, ...]:

@@ -297,6 +297,15 @@ def loss_passes(machine: Machine, ranks: int) -> str:
     return f"{LOSS_TOKENS} tokens, " + "; ".join(figures)
 
 
+@check("gated DeltaNet by flash-linear-attention, compared with torch", gpus=1, seconds=120)
+def linear_attention(machine: Machine, ranks: int) -> str:
+    reason, difference = machine.call(ranks, on_ranks.delta_kernel_difference)[0]
+    if reason:
+        raise NotRun(reason)
+    assert difference <= GRADIENT_LIMITS["bf16"], f"gradients differ by {difference:.1e} of their norm"
+    return f"gradients within {difference:.1e}"
+
+
 @check("products with the matrices of experts, compared with a loop", gpus=1, seconds=60)
 def expert_products(machine: Machine, ranks: int) -> str:
     limits = {"fp32": 1e-5, "bf16": 2e-2}

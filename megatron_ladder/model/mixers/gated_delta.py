@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ladder.blueprint.mixers.gated_delta import CHUNK
 from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.model.documents import DocumentBounds
+from megatron_ladder.model.flash_linear_attention import apply_delta_kernel
 from megatron_ladder.model.mixers.mixer import Heads, States
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import SequenceContext
@@ -55,6 +56,8 @@ class DeltaInputs(NamedTuple):
 
     age: Tensor | None = None
     """[b, s], in training: how many tokens of its document are before each one; None: a row is one document."""
+    bounds: Tensor | None = None
+    """Those of `DocumentBounds`, if there is an age."""
     is_token: Tensor | None = None
     """[s, b, 1] bool, in prompts: False for padding."""
     newest: Tensor | None = None
@@ -90,6 +93,7 @@ class GatedDeltaHeads(Heads):
         self.convolve: Callable[..., Tensor] = build.operations.of_heads(_convolve, 1)
         self.split_heads: Callable[..., DeltaOperands] = build.operations.of_heads(_split_heads, 3)
         self.gated_norm: Callable[..., Tensor] = build.operations.of_heads(_gated_norm, 2)
+        self.delta_kernel = build.operations.delta_kernel
         self.channels = self.widths[:3]
         self.widths = (sum(self.channels), *self.widths[3:])
         self.key_dim = config.linear_key_head_dim
@@ -105,7 +109,7 @@ class GatedDeltaHeads(Heads):
         """See `Heads.prepare`."""
         length = len(context.positions)
         if context.documents is not None:
-            return DeltaInputs(_ages(context.documents, length))
+            return DeltaInputs(_ages(context.documents, length), context.documents.bounds)
         if context.states is None or context.states.lengths is None:
             return DeltaInputs()
         before, lengths = context.states.before, context.states.lengths
@@ -126,7 +130,11 @@ class GatedDeltaHeads(Heads):
     def _mix(self, projected: Tensor, inputs: DeltaInputs) -> Tensor:
         channels, gate, strength, decay = projected.split(self.widths, dim=-1)
         seen = F.pad(channels, (0, 0, 0, 0, self.stored_inputs, 0))
-        outputs, _ = _delta_chunks(self._operands(seen, strength, decay, inputs), age=inputs.age)
+        operands = self._operands(seen, strength, decay, inputs)
+        if self.delta_kernel is None:
+            outputs, _ = _delta_chunks(operands, age=inputs.age)
+        else:
+            outputs = apply_delta_kernel(self.delta_kernel, *operands, projected.dtype, inputs.bounds)
         return self.gated_norm(outputs, gate, self.norm, self.epsilon)
 
     def _continue(self, projected: Tensor, states: States, inputs: DeltaInputs) -> Tensor:

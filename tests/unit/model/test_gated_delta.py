@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.mixers.gated_delta import (
     DeltaOperands,
@@ -22,6 +25,7 @@ from megatron_ladder.model.mixers.gated_delta import (
     _split_heads,
 )
 from megatron_ladder.model.mixers.mixer import States
+from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.sub_block import SequenceContext
 from tests.helpers.sharded import build_on, gradient_pieces, small_model
@@ -288,3 +292,44 @@ def test_initial_decays() -> None:
     assert 0.01 <= scales.min() < 0.3 and 15.7 < scales.max() <= 16 and abs(scales.mean() - 8) < 0.7
     assert (of_layer["offset"] == 1).all() and (of_layer["norm"] == 1).all()
     assert abs(of_layer["filters"].std() - 12**-0.5) < 0.01
+
+
+def fla_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, scale: float, cu_seqlens: Tensor | None
+) -> tuple[Tensor, None]:
+    """Stand in for fla's kernel: q and k [rows, tokens, heads, d], and several sequences only in one row."""
+    operands = [x.transpose(1, 2) for x in (q * scale, k, v, g, beta)]
+    if cu_seqlens is None:
+        ends = [0, q.shape[1]]
+    else:
+        assert len(q) == 1 and cu_seqlens.dtype == torch.int64
+        ends = cu_seqlens.tolist()
+    memory = v.new_zeros(len(v), v.shape[2], q.shape[3], v.shape[3])
+    parts = [
+        token_by_token([x[:, :, begin:end] for x in operands], memory, None)[0]
+        for begin, end in itertools.pairwise(ends)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("documents", [None, [0, 5, 20, 21, 40]])
+def test_flash_linear_attention_gets_what_our_chunks_compute_with(
+    documents: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=fla_kernel))
+    operations, _ = select_operations("torch", "false", torch.device("cuda"), "fla")
+    bounds = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    tokens = torch.randint(100, (2, 20), generator=torch.Generator().manual_seed(0))
+    found = []
+    for options in (StackOptions(), StackOptions(operations=operations)):
+        model = LanguageModel(delta_model(), ProcessMesh.single(), options, dtype=torch.float64, device=CPU, seed=1)
+        model(tokens, labels=tokens, document_bounds=bounds).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all((other - own).norm() <= 1e-11 * own.norm() for own, other in zip(*found, strict=True))
+
+
+def test_flash_linear_attention_is_missing() -> None:
+    with pytest.raises(UserError, match="--linear-attention-implementation fla: .* CUDA device: leave it out"):
+        select_operations("torch", "false", CPU, "fla")
+    with pytest.raises(UserError, match=r"fla: .* cannot be imported .*megatron-ladder\[fla\]"):
+        select_operations("torch", "false", torch.device("cuda"), "fla")
