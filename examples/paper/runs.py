@@ -145,7 +145,7 @@ def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
         "--vocab-size",
         str(shape.vocab_size),
     ]
-    words += WIRINGS[wiring].flags(shape.num_layers, tensor_parallel)
+    words += WIRINGS[wiring].flags(shape, tensor_parallel)
     for setting in RECIPE:
         value = setting.tiny if size is TINY and setting.tiny is not None else setting.value
         words += [setting.flag, value] if value else [setting.flag]

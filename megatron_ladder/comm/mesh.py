@@ -118,6 +118,7 @@ class ProcessMesh:
 
         pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
         pipeline = group_of(pipelines, "pipeline", overlaps=True, both_directions=True)
+        tensor = group_of(grid.reshape(-1, tensor_parallel), "tensor", overlaps=True)
         data = group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data", overlaps=True)
         experts, experts_data = alone, data
         if expert_parallel > 1:
@@ -129,7 +130,7 @@ class ProcessMesh:
         mesh = ProcessMesh(
             world=CommGroup(range(world_size), rank, dist.group.WORLD),
             ends=group_of(pipelines[:, [0, -1]], "ends") if pipeline_parallel > 2 else pipeline,
-            tensor=group_of(grid.reshape(-1, tensor_parallel), "tensor", overlaps=True),
+            tensor=tensor,
             data=data,
             pipeline=pipeline,
             experts=experts,
