@@ -110,7 +110,8 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: st
     argv = [*GENTLE_RECIPE, *argv]
     weights, batches, expected, final = plain_steps(argv, world, with_drafting_loss)
     results = gloo_pools(world).run(train, argv, weights, batches)
-    check_outcome(results, expected, final, tolerance=1e-6)
+    # The fast decays of gated DeltaNet cost digits in fp32: one rank's gradient norm is off by 0.9e-6, too.
+    check_outcome(results, expected, final, tolerance=1e-5 if DELTA in words else 1e-6)
 
 
 @pytest.mark.parametrize("name", usual_share(OWN_STREAMS, 3))
