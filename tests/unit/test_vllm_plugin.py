@@ -118,7 +118,8 @@ def test_the_models_and_references_of_the_tests_of_the_plugin(
     assert len({tuple(tokens) for (tokens,) in references.values()}) == len(references) - 1
     for name in (*references, "desync", "standard-int8", "llama-int8"):
         assert (tmp_path / name / "model.safetensors").is_file()
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    for name in models.ADAPTED:
+        assert (tmp_path / f"adapter-{name}" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "ladder" / "tokenizer.json").is_file()
 
 

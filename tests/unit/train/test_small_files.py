@@ -67,7 +67,7 @@ def train(
         logging=SimpleNamespace(skip_train=False),
         optimizer=OptimizerConfig(lr=1.0),
         training=SimpleNamespace(train_iters=9),
-        model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
+        model=SimpleNamespace(to_dict=lambda: opened.manifest["model"], mtp_num_layers=0),
         to_dict=dict,
     )
     trainer: Any = SimpleNamespace(
