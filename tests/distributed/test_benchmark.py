@@ -32,7 +32,7 @@ def timed_rows(case: Case) -> list[BenchmarkRow]:
     workload = Workload(case, batch=1, sequence=16, tokens=1)
     prediction = comparison.calibrate(workload)
     calibration = prediction.by_bound["no-comm"]
-    assert 0 < min(one.forward for one in calibration.kinds.values()) < calibration.pass_seconds
+    assert 0 < min(one.forward for one in calibration.by_computation.values()) < calibration.pass_seconds
     # On a busy machine, differences of times (the head, the processor time of a collective) are noise.
     prediction = replace(prediction, wire=WireModel())
     with comparison.prepare(workload, comparison.compared, timings=1) as passes:

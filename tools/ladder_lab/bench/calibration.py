@@ -65,8 +65,32 @@ class DeviceClock:
         return self.seconds(began, self.mark())
 
 
+class Computation(NamedTuple):
+    """What a sub-block computes; sub-blocks of one computation take the same time."""
+
+    kind: SubBlockKind
+    mixer: str = ""
+    """The name of its token mixer, if the model has several mixers."""
+
+    @property
+    def name(self) -> str:
+        """The mixer, or the kind."""
+        return self.mixer or self.kind.value
+
+
+def _computations(config: ModelConfig) -> list[Computation]:
+    """Return what the sub-blocks of all layers compute, in order."""
+    mixers = [config.mixer_of(layer).name for layer in range(config.num_layers)]
+    has_several = len({*mixers}) > 1
+    return [
+        Computation(kind, mixers[layer] if has_several and kind.has_mixer else "")
+        for layer, kinds in enumerate(config.layer_kinds)
+        for kind in kinds
+    ]
+
+
 class SubBlockSeconds(NamedTuple):
-    """Seconds of one kind of sub-block."""
+    """Seconds of a sub-block."""
 
     forward: float
     backward: float = 0.0
@@ -77,16 +101,16 @@ class SubBlockSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of every kind of sub-block, and of a whole pass without reduces."""
+    """Seconds of every computation of sub-blocks, and of a whole pass without reduces."""
 
-    kinds: Mapping[SubBlockKind, SubBlockSeconds]
+    by_computation: Mapping[Computation, SubBlockSeconds]
     pass_seconds: float
     shape: ModelConfig
-    """The model, in a wiring with these kinds."""
+    """The model, in a wiring with these computations."""
 
     @property
     def _layers(self) -> list[SubBlockSeconds]:
-        return [self.kinds[kind] for of_layer in self.shape.layer_kinds for kind in of_layer]
+        return [self.by_computation[computation] for computation in _computations(self.shape)]
 
     @property
     def head(self) -> float:
@@ -98,11 +122,21 @@ class Calibration:
         """Mean forward seconds of a sub-block: the unit `c` of interconnect times."""
         return sum(layer.forward for layer in self._layers) / len(self._layers)
 
+    @property
+    def attention(self) -> float:
+        """Mean forward seconds of a softmax attention, or of a mixer in a model without one: the unit `a`."""
+        linear = {self.shape.mixer_of(layer).name for layer in self.shape.linear_attention_layers}
+        mixers = [computation for computation in _computations(self.shape) if computation.kind.has_mixer]
+        softmax = [computation for computation in mixers if computation.mixer not in linear]
+        return statistics.mean(self.by_computation[computation].forward for computation in softmax or mixers)
+
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
         blocks = []
-        for sub_block in itertools.chain(*variant.wiring.of(self.shape, ranks=2).wired_layers):
-            forward, backward, weight_gradient = self.kinds[sub_block.kind]
+        config = variant.wiring.of(self.shape, ranks=2)
+        sub_blocks = itertools.chain(*config.wired_layers)
+        for computation, sub_block in zip(_computations(config), sub_blocks, strict=True):
+            forward, backward, weight_gradient = self.by_computation[computation]
             missing = sub_block.missing if variant.tp_overlap else ()
             blocks.append(
                 SubBlockTime(
@@ -146,67 +180,68 @@ class Prediction:
         return calibration.predict(variant, times(self.message), self.wire) + waiting
 
 
-def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[SubBlockKind, SubBlockSeconds]]:
-    """Time sub-blocks inside passes until the returned function is called, which gives the medians of each kind."""
+def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[Computation, SubBlockSeconds]]:
+    """Time sub-blocks inside passes until the returned function is called, which gives medians by computation."""
     # When a sub-block began and ended, and whether it was captured.
-    spans: dict[SubBlockKind, list[tuple[Any, Any, bool]]] = {}
+    spans: dict[Computation, list[tuple[Any, Any, bool]]] = {}
     handles: list[RemovableHandle] = []
 
-    def attach(step: SubBlock, kind_spans: list[tuple[Any, Any, bool]]) -> None:
+    def attach(step: SubBlock, timed: list[tuple[Any, Any, bool]]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
             began[0] = clock.mark()
 
         def end(*_: object) -> None:
-            kind_spans.append((began[0], clock.mark(), clock.captures()))
+            timed.append((began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
         # A shared reading is part of the first sub-block's time.
         begins = step.body.register_forward_pre_hook if step.shares_input else step.norm.register_forward_pre_hook
         handles.extend([begins(begin), step.body.register_forward_hook(end)])
 
-    def finish() -> dict[SubBlockKind, SubBlockSeconds]:
+    def finish() -> dict[Computation, SubBlockSeconds]:
         for handle in handles:
             handle.remove()
         # If a step was captured, passes are its replays.
-        chosen = {kind: [span for span in kind_spans if span[2]] or kind_spans for kind, kind_spans in spans.items()}
+        chosen = {key: [span for span in timed if span[2]] or timed for key, timed in spans.items()}
         return {
-            kind: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in kind_spans))
-            for kind, kind_spans in chosen.items()
+            key: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in timed))
+            for key, timed in chosen.items()
         }
 
-    for step in model.stack.sub_blocks():
-        attach(step, spans.setdefault(step.wired.kind, []))
+    for computation, step in zip(_computations(model.config), model.stack.sub_blocks(), strict=True):
+        attach(step, spans.setdefault(computation, []))
     return finish
 
 
 def time_backward(
     model: LanguageModel, hidden_states: Tensor, rounds: int, clock: DeviceClock
-) -> dict[SubBlockKind, tuple[float, float]]:
-    """Return the median seconds of each kind's backward, and of the gradient of its column-parallel weight.
+) -> dict[Computation, tuple[float, float]]:
+    """Return the median seconds of each computation's backward, and of the gradient of its column-parallel weight.
 
     `hidden_states` are any values of shape [s, b, h].
     """
     sequence, batch, width = hidden_states.shape
-    sub_blocks = {sub_block.wired.kind: sub_block for sub_block in itertools.chain(*layer_tensors(model.config))}
-    columns = Counter[SubBlockKind]()
-    for kind, sub_block in sub_blocks.items():
+    computations = _computations(model.config)
+    sub_blocks = dict(zip(computations, itertools.chain(*layer_tensors(model.config)), strict=True))
+    columns = Counter[Computation]()
+    for computation, sub_block in sub_blocks.items():
         for branch in sub_block.branches:
             for matrix in branch.inputs.values():
                 numbers = matrix.weight.local_numel(model.group.size) // width
-                columns[kind] += numbers * branch.experts_per_token // branch.experts
+                columns[computation] += numbers * branch.experts_per_token // branch.experts
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     rows = hidden_states.flatten(0, 1)
-    backward: dict[SubBlockKind, list[float]] = {}
-    weight_gradient: dict[SubBlockKind, list[float]] = {}
-    for step in [*model.stack.sub_blocks()] * rounds:
+    backward: dict[Computation, list[float]] = {}
+    weight_gradient: dict[Computation, list[float]] = {}
+    for computation, step in [*zip(computations, model.stack.sub_blocks(), strict=True)] * rounds:
         (partial, _, _), _ = step.compute(hidden_states.detach().requires_grad_(), context)
         seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
-        backward.setdefault(step.wired.kind, []).append(seconds)
+        backward.setdefault(computation, []).append(seconds)
         # The product of the output's gradient and the input.
-        gradient = rows.new_ones(rows.shape[0], columns[step.wired.kind]).t()
+        gradient = rows.new_ones(rows.shape[0], columns[computation]).t()
         seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
-        weight_gradient.setdefault(step.wired.kind, []).append(seconds)
-    medians = {kind: statistics.median(seconds) for kind, seconds in backward.items()}
-    return {kind: (median, statistics.median(weight_gradient[kind])) for kind, median in medians.items()}
+        weight_gradient.setdefault(computation, []).append(seconds)
+    medians = {key: statistics.median(seconds) for key, seconds in backward.items()}
+    return {key: (median, statistics.median(weight_gradient[key])) for key, median in medians.items()}

@@ -10,6 +10,7 @@ import torch
 
 from ladder_lab.bench.calibration import (
     Calibration,
+    Computation,
     DeviceClock,
     Prediction,
     SubBlockSeconds,
@@ -25,7 +26,6 @@ from ladder_lab.cost.links import WireModel, gpu_contention
 from ladder_lab.cost.machines import PRESETS
 from ladder_lab.link.link import EmulatedLink, WireTimes
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.model.operations import Operations
 
@@ -134,15 +134,14 @@ class WiringComparison:
         return Prediction(calibrations, wire, message, always_waiting)
 
     def _calibration(
-        self, workload: Workload, bound: Variant, kinds: dict[SubBlockKind, SubBlockSeconds], times: PairedTimes
+        self, workload: Workload, bound: Variant, seconds: dict[Computation, SubBlockSeconds], times: PairedTimes
     ) -> Calibration:
         if workload.case == "train":
             shape = (workload.sequence, workload.batch, self.shape.hidden_size)
             hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
             backward = time_backward(self.models[bound.name], hidden, self.options.rounds, self._clock)
-            kinds = {kind: SubBlockSeconds(forward.forward, *backward[kind]) for kind, forward in kinds.items()}
-        seconds = times.median(bound.name) / workload.units
-        return Calibration(kinds, seconds, self.models[bound.name].config)
+            seconds = {key: SubBlockSeconds(forward.forward, *backward[key]) for key, forward in seconds.items()}
+        return Calibration(seconds, times.median(bound.name) / workload.units, self.models[bound.name].config)
 
     def wire_times(self, text: str, prediction: Prediction, skew_seconds: float = 0.0) -> WireTimes:
         """Return the times of a wire, given as a preset, as OWN, or as a time or multiple; collective.
@@ -172,5 +171,4 @@ class WiringComparison:
         assert parsed is not None
         number, unit = parsed
         calibration = prediction.by_bound["no-comm"]
-        attention = calibration.kinds[SubBlockKind.MIXER].forward
-        return number * {"s": 1.0, "c": calibration.sub_block, "a": attention}[unit]
+        return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.attention}[unit]

@@ -137,7 +137,8 @@ def _heading(comparison: WiringComparison, workload: Workload, size: str, predic
     if interconnect.emulated:
         ranks = f"rank 0 of {interconnect.wire.size}"
     warning = "--device cpu: a rehearsal of --emulate, whose times mean nothing\n" if comparison.is_rehearsal else ""
-    parts = ", ".join(f"{kind.value} {1e3 * seconds.forward:.3f}" for kind, seconds in calibration.kinds.items())
+    sub_blocks = calibration.by_computation.items()
+    parts = ", ".join(f"{computation.name} {1e3 * seconds.forward:.3f}" for computation, seconds in sub_blocks)
     return (
         f"{warning}{workload.case}, {size}, batch {workload.batch}, {ranks}, "
         f"{str(interconnect.dtype).removeprefix('torch.')} on {interconnect.device.type}, {interconnect.name}\n"

@@ -1,17 +1,35 @@
 """Predictions of a calibration, compared with values computed by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ladder_lab.bench.calibration import Calibration, SubBlockSeconds
+from ladder_lab.bench.calibration import (
+    Calibration,
+    Computation,
+    DeviceClock,
+    SubBlockSeconds,
+    _computations,
+    time_backward,
+    time_forward,
+)
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
+from ladder_lab.bench.workloads import build_models
 from ladder_lab.cost.links import WireModel
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SubBlockKind
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
 
-ATTENTION, MLP = SubBlockKind.MIXER, SubBlockKind.MLP
+ATTENTION, MLP = Computation(SubBlockKind.MIXER), Computation(SubBlockKind.MLP)
+DELTA_OF_HYBRID = Computation(SubBlockKind.MIXER, "gated DeltaNet")
+ATTENTION_OF_HYBRID = Computation(SubBlockKind.MIXER, "attention")
 SERIAL = WireModel()
 SHAPE = find_size("4x64x64x2x2x256")
 FORWARD = Calibration({ATTENTION: SubBlockSeconds(3.0), MLP: SubBlockSeconds(5.0)}, 33.0, SHAPE)
@@ -22,12 +40,19 @@ EXPERTS = replace(
 SPLIT = Calibration(
     {
         ATTENTION: SubBlockSeconds(3.0, 6.0, 2.0),
-        SubBlockKind.SHARED_EXPERT: SubBlockSeconds(1.0, 2.0, 1.0),
-        SubBlockKind.ROUTED_EXPERTS: SubBlockSeconds(4.0, 8.0, 3.0),
+        Computation(SubBlockKind.SHARED_EXPERT): SubBlockSeconds(1.0, 2.0, 1.0),
+        Computation(SubBlockKind.ROUTED_EXPERTS): SubBlockSeconds(4.0, 8.0, 3.0),
     },
     96.0,
     NAMED_WIRINGS["farskip"].of(EXPERTS, 1),
 )
+SECONDS_OF_HYBRID = {DELTA_OF_HYBRID: 9.0, ATTENTION_OF_HYBRID: 3.0, MLP: 5.0}
+HYBRID = Calibration(
+    {computation: SubBlockSeconds(seconds) for computation, seconds in SECONDS_OF_HYBRID.items()},
+    54.0,
+    find_size("small-hybrid"),
+)
+"""Three layers with gated DeltaNet and one with attention."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +68,8 @@ SPLIT = Calibration(
         # Backward hides the duration of the weight's gradient from each reduce: 2 in attention, 4 in the MLP.
         (TRAINING, "standard", 97 + 8 * 7 + 4 * (5 + 3)),
         (TRAINING, "standard-blocking", 97 + 8 * 7 + 8 * 7),
+        # A second and third gated DeltaNet wait for the sum of the one before. From the third on, the wire is busy.
+        (HYBRID, "ladder", 4 + (9 + 7 + 9 + 7 + 9) + 4 * 7),
         # One blocking reduce forward and one backward for each interval.
         (TRAINING, "desync-2x", 97 + 4 * 7 + 4 * 7),
     ],
@@ -59,6 +86,79 @@ def test_farskip_joins_sums_and_readings() -> None:
     experts is done, 8 + 1, and waits in each layer for as long as routed experts and this gradient take beyond
     attention's reduce, 2.
     """
-    forward = replace(SPLIT, kinds={kind: SubBlockSeconds(one.forward) for kind, one in SPLIT.kinds.items()})
+    forward = replace(
+        SPLIT, by_computation={key: SubBlockSeconds(one.forward) for key, one in SPLIT.by_computation.items()}
+    )
     assert replace(forward, pass_seconds=32.0).predict(VARIANTS["farskip"], 7.0, SERIAL) == 4 + 8 * 7 + 3 * 1
     assert SPLIT.predict(VARIANTS["farskip"], 7.0, SERIAL) == (4 + 8 * 7 + 3 * 1) + (9 + 8 * 7 + 3 * 2)
+
+
+def test_units_of_wires_in_hybrids() -> None:
+    assert (HYBRID.sub_block, HYBRID.attention) == ((3 * 9 + 3 + 4 * 5) / 8, 3.0)
+    only_delta = replace(HYBRID.shape, linear_attention_layers=(0, 1, 2, 3))
+    assert replace(FORWARD, shape=only_delta).attention == 3.0
+
+
+def test_windows_make_different_computations() -> None:
+    names = [computation.name for computation in _computations(find_size("gpt-oss-20b"))]
+    assert names == ["attention to 128 positions with sinks", "experts", "attention with sinks", "experts"] * 12
+    assert [computation.name for computation in _computations(SHAPE)] == ["attention", "mlp"] * 4
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> LanguageModel:
+    alone = CommGroup.alone()
+    cpu = torch.device("cpu")
+    standard = [VARIANTS["standard"]]
+    return build_models(standard, HYBRID.shape, ProcessMesh.single(), alone, alone, torch.float32, cpu)["standard"]
+
+
+def test_every_mixer_gets_its_forward_time(hybrid: LanguageModel) -> None:
+    class Clock(DeviceClock):
+        now = 0.0
+
+        def mark(self) -> float:
+            return self.now
+
+    clock = Clock(torch.device("cpu"))
+
+    def taking(seconds: float) -> Callable[..., None]:
+        def advance(*_: object) -> None:
+            clock.now += seconds
+
+        return advance
+
+    mixers = [9.0, 9.0, 9.0, 3.0]
+    expected = [seconds for mixer in mixers for seconds in (mixer, 5.0)]
+    handles = []
+    for step, seconds in zip(hybrid.stack.sub_blocks(), expected, strict=True):
+        assert isinstance(step.body, nn.Module)
+        handles.append(step.body.register_forward_hook(taking(seconds)))
+    finish = time_forward(hybrid, clock)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    hybrid.hidden_states(tokens, hybrid.training_context(tokens))
+    assert finish() == HYBRID.by_computation
+    for handle in handles:
+        handle.remove()
+
+
+def test_every_mixer_gets_its_backward_time(hybrid: LanguageModel) -> None:
+    """Floating-point operations stand for seconds. `[q, k, v, gate, a, b]`, `[q, k, v, gate]`, `[gate, up]`."""
+
+    class Clock(DeviceClock):
+        def time(self, run: Callable[[], object]) -> float:
+            with FlopCounterMode(display=False) as counter:
+                run()
+            return counter.get_total_flops()
+
+    tokens, width = 4, HYBRID.shape.hidden_size
+    found = time_backward(hybrid, torch.ones(tokens, 1, width), 1, Clock(torch.device("cpu")))
+    columns = {
+        DELTA_OF_HYBRID: sum([4 * 128, 4 * 128, 8 * 128, 8 * 128, 8, 8]),
+        MLP: 2 * 1408,
+        ATTENTION_OF_HYBRID: sum([4 * 256, 2 * 256, 2 * 256, 4 * 256]),
+    }
+    gradients = {computation: 2 * tokens * width * count for computation, count in columns.items()}
+    assert {computation: weight_gradient for computation, (_, weight_gradient) in found.items()} == gradients
+    # Two products for each of the forward ones, of inputs and output.
+    assert found[MLP][0] == 2 * 2 * tokens * width * 3 * 1408
