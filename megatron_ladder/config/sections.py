@@ -116,7 +116,7 @@ class TrainingConfig:
     """Recompute only the first N layers of the model; all layers by default. Megatron counts those of each stage."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
-    linear_attention_implementation: Literal["torch", "fla"] = "torch"
+    linear_attention_implementation: Literal["torch", "fla"] = flag("torch", requires="experimental_attention_variant")
     """Implementation of gated DeltaNet's rule in training. fla: the kernels of flash-linear-attention, on CUDA and in
     bf16."""
     compile_sub_blocks: Literal["auto", "true", "false"] = "auto"

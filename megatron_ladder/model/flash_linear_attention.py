@@ -35,13 +35,15 @@ def apply_delta_kernel(
     """Return the outputs [b, value heads, s, d_v] of operands as in `mixers/gated_delta.py`; queries are scaled.
 
     The kernel multiplies queries, keys and values in `dtype`, and keeps decays and states in fp32. `bounds` are those
-    of `DocumentBounds`.
+    of `DocumentBounds`, int64. Its host reads them, and remembers those of the same tensor.
     """
+    # Only newer versions know value heads that share a key head.
+    shared = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
     tokens_first = (x.transpose(1, 2) for x in (q, k, v, log_decay, beta))
     if bounds is not None:
         # Documents are parts of one row.
         tokens_first = (x.flatten(0, 1).unsqueeze(0) for x in tokens_first)
     *vectors, log_decay, beta = tokens_first
-    starts = None if bounds is None else bounds.long()
-    outputs, _ = kernel(*(x.to(dtype) for x in vectors), g=log_decay, beta=beta, scale=1.0, cu_seqlens=starts)
+    outputs, _ = kernel(*(x.to(dtype) for x in vectors), g=log_decay, beta=beta, scale=1.0, cu_seqlens=bounds)
     return outputs.view(v.shape[0], v.shape[2], *v.shape[1::2]).transpose(1, 2).to(v.dtype)

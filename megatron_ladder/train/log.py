@@ -61,6 +61,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(trainer),
         "norm": trainer.norm_description,
+        **({"linear attention": "flash-linear-attention"} if training.linear_attention_implementation == "fla" else {}),
         "optimizer": trainer.optimizer_description,
     }
     width = max(map(len, rows))

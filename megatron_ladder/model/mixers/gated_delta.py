@@ -57,7 +57,7 @@ class DeltaInputs(NamedTuple):
     age: Tensor | None = None
     """[b, s], in training: how many tokens of its document are before each one; None: a row is one document."""
     bounds: Tensor | None = None
-    """Those of `DocumentBounds`, if there is an age."""
+    """Those of `DocumentBounds`, int64, if there is an age."""
     is_token: Tensor | None = None
     """[s, b, 1] bool, in prompts: False for padding."""
     newest: Tensor | None = None
@@ -109,7 +109,7 @@ class GatedDeltaHeads(Heads):
         """See `Heads.prepare`."""
         length = len(context.positions)
         if context.documents is not None:
-            return DeltaInputs(_ages(context.documents, length), context.documents.bounds)
+            return DeltaInputs(_ages(context.documents, length), context.documents.bounds.long())
         if context.states is None or context.states.lengths is None:
             return DeltaInputs()
         before, lengths = context.states.before, context.states.lengths

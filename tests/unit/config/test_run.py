@@ -142,7 +142,11 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
         ("--rope-low-freq-factor 2 --rope-scaling linear", "--rope-low-freq-factor 2.0 requires --rope-scaling"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
-        ("--linear-attention-implementation fla", "--linear-attention-implementation fla without --bf16"),
+        (
+            "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+            "--linear-attention-implementation fla",
+            "--linear-attention-implementation fla without --bf16",
+        ),
         ("--cuda-graph --zero-stage 2", "--cuda-graph true and --zero-stage 2 exclude each other"),
         ("--cuda-graph --reset-attention-mask", "--cuda-graph true and --reset-attention-mask exclude each other"),
         ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),

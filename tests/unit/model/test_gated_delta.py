@@ -298,6 +298,7 @@ def fla_kernel(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, scale: float, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, None]:
     """Stand in for fla's kernel: q and k [rows, tokens, heads, d], and several sequences only in one row."""
+    assert q.shape[2] == k.shape[2] == v.shape[2], "old versions have no value heads that share a key head"
     operands = [x.transpose(1, 2) for x in (q * scale, k, v, g, beta)]
     if cu_seqlens is None:
         ends = [0, q.shape[1]]
