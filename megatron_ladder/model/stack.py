@@ -64,13 +64,13 @@ class StackOptions:
 
 
 class _TransformerLayer(nn.Module):
-    def __init__(self, build: BuildContext, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int, divides_experts: bool) -> None:
         super().__init__()
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
         number = sum(kind.has_mixer for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         has_lanes = build.config.lanes > 0
-        for tensors in layer_tensors(build.config, build.mesh.experts.size > 1)[layer]:
+        for tensors in layer_tensors(build.config, divides_experts)[layer]:
             kind = tensors.wired.kind
             if not tensors.shares_norm:
                 self.norms[kind.norm] = (LaneNorm if has_lanes else RMSNorm)(build, tensors.norm)
@@ -107,7 +107,7 @@ class TransformerStack(nn.Module):
         if (replicas := head_replicas(config, mesh.tensor.size)) != tuple(mesh.head_replicas):
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
             raise ValueError(f"{heads} have head_replicas={replicas}, and the mesh has {(*mesh.head_replicas,)}")
-        self.divides_experts = mesh.experts.size > 1
+        self.divides_experts = mesh.experts.size > 1 and bool(config.moe_layers)
         if self.divides_experts and (config.num_experts % mesh.experts.size or not config.shares_stream):
             raise ValueError(
                 f"{config.num_experts} experts of a {config.residual_mode} model on {mesh.experts.size} ranks"
@@ -138,7 +138,9 @@ class TransformerStack(nn.Module):
             self._walk = walk_own_partials
             self._record = OwnPartialsRecord
         self._chunks = chunks
-        self.layers = nn.ModuleDict({str(n): _TransformerLayer(build, n) for layers in chunks for n in layers})
+        self.layers = nn.ModuleDict(
+            {str(n): _TransformerLayer(build, n, self.divides_experts) for layers in chunks for n in layers}
+        )
         self._all_heads = [module for module in self.modules() if isinstance(module, Heads)]
         self.rewire(config.wired_layers)
 

@@ -97,6 +97,8 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
         pytest.param("1x1x2", "delta", f"{DELTA} --zero-stage 3", marks=pytest.mark.slow),
         ("1x1x4", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"),
         ("2x1x1", "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
+        ("1x1x2", "lanes", "--zero-stage 1 --num-experts 4 --expert-model-parallel-size 2"),
+        ("2x1x1", "desync", "--distill-weight 0.3 --num-experts 4 --expert-model-parallel-size 2 --sequence-parallel"),
     ],
 )
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, teacher: str, words: str) -> None:
