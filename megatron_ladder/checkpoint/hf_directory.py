@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.dequantisation import take_quantised
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf, text_config
 from megatron_ladder.checkpoint.hf_joined import JoinedRows, joined_tensors, mtp_replacements, replaced
-from megatron_ladder.checkpoint.hf_types import MTP_PREFIX, OWN_TYPE, TEXT_PREFIX, TYPES, plain_architecture, type_of
+from megatron_ladder.checkpoint.hf_types import OWN_TYPE, TEXT_PREFIX, TYPES, MTPNames, plain_architecture, type_of
 from megatron_ladder.checkpoint.stored_weights import (
     ALTERNATING_PLACES,
     STACK_PLACES,
@@ -262,10 +262,14 @@ def mtp_copies(model: ModelConfig, model_type: str) -> dict[str, str]:
 def _has_mtp(config: Mapping[str, Any], model: ModelConfig, stored: Collection[str]) -> bool:
     """Return whether files have a drafting head of one layer; other layers that predict further tokens are dropped."""
     names = TYPES[type_of(config)].mtp
-    # Some files have a head that config.json does not mention.
-    if names is None or config.get(names.key, 1) != 1:
+    if names is None or _mtp_layers(config, names) != 1:
         return False
     return any(name.startswith(names.layer.format(model.num_layers)) for name in stored)
+
+
+def _mtp_layers(config: Mapping[str, Any], names: MTPNames) -> int:
+    """Return the number of layers of a drafting head, which some `config.json` do not mention."""
+    return config.get(names.key, 1) or 0
 
 
 def _check_tied_head(path: Path, head: Tensor, embedding: Tensor) -> None:
@@ -318,15 +322,12 @@ def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
 
 def _drop_tensors(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Remove tensors that are not read from `found`; return their numbers by what they belong to."""
-    row, key, count = TYPES[type_of(config)], "num_nextn_predict_layers", model.num_layers
-    keeps_mtp = model.mtp_num_layers > 0
-    left_out = {prefix: owner for prefix, owner in row.left_out.items() if prefix != MTP_PREFIX or not keeps_mtp}
-    names = {owner: [name for name in found if name.startswith(prefix)] for prefix, owner in left_out.items()}
-    if key in row.constants and not keeps_mtp:
-        beyond = range(count, count + (config.get(key) or 0))
-        layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
-        owner = f"layers that predict further tokens ({key}), model.layers.{count} and beyond,"
-        names[owner] = [name for name, match in layers.items() if match and int(match[1]) in beyond]
+    row, count = TYPES[type_of(config)], model.num_layers
+    names = {owner: [name for name in found if name.startswith(prefix)] for prefix, owner in row.left_out.items()}
+    if row.mtp is not None and not model.mtp_num_layers:
+        beyond = range(count, count + _mtp_layers(config, row.mtp))
+        owner = "layers that predict further tokens (mtp)"
+        names[owner] = [name for name in found if row.mtp.is_of_head(name, beyond)]
     for name in itertools.chain.from_iterable(names.values()):
         del found[name]
     return {owner: len(dropped) for owner, dropped in names.items() if dropped}

@@ -110,6 +110,7 @@ class HFKeys(Struct):
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
     num_nextn_predict_layers: _Count | None = None
+    mtp_num_hidden_layers: _Count | None = None
     use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     kv_lora_rank: _Size | None = None
     q_lora_rank: _Size | None = None

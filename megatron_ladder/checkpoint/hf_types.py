@@ -3,6 +3,8 @@
 This module needs only the standard library, because `--help` lists the types.
 """
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -143,6 +145,12 @@ class MTPNames(NamedTuple):
     has_copies: bool = False
     """Whether embedding and output head are stored again, as `embed_tokens` and `shared_head.head` of the layer."""
 
+    def is_of_head(self, name: str, beyond: range) -> bool:
+        """Return whether a name is that of a tensor of a head; `beyond` are the numbers of its layers."""
+        common = re.escape(os.path.commonprefix((self.layer, *self.parts)))
+        match = re.match(common.replace(r"\{\}", r"(\d{1,9})"), name)
+        return match is not None and all(int(number) in beyond for number in match.groups())
+
     def replacements(self, layers: int) -> tuple[tuple[str, str], ...]:
         """Return what to replace in names as those of a layer after the last one, one after another."""
         prefix = f"model.layers.{layers}."
@@ -213,7 +221,7 @@ class _Type:
     mtp: MTPNames | None = None
     """The names of a drafting head; None for a type without heads."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """First part of the names of tensors that are not read -> what they belong to."""
+    """First part of the names of tensors that are never read -> what they belong to."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -239,7 +247,6 @@ _NEXTN = MTPNames(
     _NEXT_LAYER,
     has_copies=True,
 )
-MTP_PREFIX = "mtp."
 _MTP = MTPNames(
     "mtp_num_hidden_layers",
     ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
@@ -311,10 +318,7 @@ _QWEN3_5 = _Type(
         *_LINEAR_TENSORS,
     ),
     mtp=_MTP,
-    left_out={
-        MTP_PREFIX: "layers that predict further tokens (mtp)",
-        "model.visual.": "the vision tower (model.visual)",
-    },
+    left_out={"model.visual.": "the vision tower (model.visual)"},
 )
 TYPES = {
     "llama": _LLAMA,

@@ -16,6 +16,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.loading import open_model
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.mtp import shift_tokens
 from tests.helpers.runs import errors_of
@@ -141,6 +142,23 @@ def test_a_late_model_is_exported_with_its_head(
     convert("import", "--hf", back, "--save", again)
     first, second = ({path.name: path.read_bytes() for path in one.rglob("*.safetensors")} for one in (ours, again))
     assert first == second
+    convert("import", "--hf", back, "--save", tmp_path / "plain", "--drop-mtp")
+    without = Checkpoint.open(ours).model().without_mtp
+    assert open_model(back, None, None).config == Checkpoint.open(tmp_path / "plain").model() == without
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_a_head_that_config_json_does_not_mention(tmp_path: Path, kind: str) -> None:
+    hf = tmp_path / "hf"
+    save_with_head(hf, kind)
+    config = config_of(hf)
+    del config[KINDS[kind][2]]
+    (hf / "config.json").write_text(json.dumps(config))
+    convert("import", "--hf", hf, "--save", tmp_path / "ours")
+    convert("import", "--hf", hf, "--save", tmp_path / "plain", "--drop-mtp")
+    model = Checkpoint.open(tmp_path / "ours").model()
+    assert model.mtp_num_layers == 1
+    assert open_model(hf, None, None).config == Checkpoint.open(tmp_path / "plain").model() == model.without_mtp
 
 
 def test_every_model_with_a_head_is_exported_if_only_as_our_own_type(tmp_path: Path) -> None:
