@@ -298,8 +298,8 @@ class ParallelConfig:
     """Ranks that divide the width of an expert, to check it: 1 with --expert-model-parallel-size, otherwise the
     tensor-parallel size, which Megatron's default always is."""
     tp_overlap: bool = True
-    """Leave tensor-parallel all-reduces in flight under later sub-blocks. Without this overlap, each is waited for
-    immediately after its launch; for comparison, as results are the same."""
+    """Leave tensor-parallel all-reduces, and the all-to-alls of experts, in flight under later sub-blocks. Without this
+    overlap, each is waited for immediately after its launch; for comparison, as results are the same."""
     sequence_parallel: bool = False
     """Shard the residual stream along the sequence over the tensor-parallel ranks, which saves activation memory. Each
     all-reduce becomes a reduce-scatter and an all-gather. Not with --residual-mode desync."""

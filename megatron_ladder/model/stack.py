@@ -52,7 +52,8 @@ class StackOptions:
     """How a stack computes; none of the options changes what it computes."""
 
     tp_overlap: bool = True
-    """Leave all-reduces in flight under later sub-blocks where the wiring allows it; False waits at once."""
+    """Leave all-reduces, and all-to-alls of experts, in flight under later sub-blocks where the wiring allows it; False
+    waits at once."""
     recompute_layers: int = 0
     """Number of layers, from the first of this rank, whose sub-blocks keep only their input for backward."""
     operations: Operations = Operations()

@@ -272,7 +272,7 @@ def walk(
         layout: how the ranks share the stream.
         queue: prepares the input of the next sub-block (wait, add, norm, gather) under the current one where the plan
             allows it; None prepares it when the sub-block starts.
-        overlap: whether outputs stay in flight; otherwise they are waited for at once.
+        overlap: whether outputs and tokens stay in flight; otherwise they are waited for at once.
 
     Returns:
         The state that leaves, whose missing outputs are unreduced or complete, and the sums of what inputs and bodies
@@ -327,7 +327,8 @@ class _ForwardWalk(Generic[Input]):
                 self._start_input()
             if self._has_input(position):
                 input = self._ahead.popleft()
-            self._start_far_inputs(position)
+            if self._overlap:
+                self._start_far_inputs(position)
             if queue is not None and self._next_can_start(position):
                 queue.run(self._start_input, uses=(self._stream, *self._pending.values()))
             with step.named("forward"):

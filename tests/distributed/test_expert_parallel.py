@@ -233,7 +233,7 @@ def test_every_wiring_and_layout(
     check(gloo_pools, config, how, make_batch(config), unused, **losses)
 
 
-def events(config: ModelConfig, tensor: int, recompute: int, training: bool) -> tuple[str, str]:
+def events(config: ModelConfig, tensor: int, recompute: int, training: bool, overlap: bool = True) -> tuple[str, str]:
     """Return the events of a forward pass and, with `training`, of its backward pass.
 
     They are launches and waits of dispatches (`D3`, `d3`) and combines (`C3`, `c3`), and the numbers of rows ahead of
@@ -243,7 +243,7 @@ def events(config: ModelConfig, tensor: int, recompute: int, training: bool) -> 
     mesh = expert_mesh(tensor, 2, head_replicas(config, tensor))
     group = RecordingGroup(mesh.experts)
     group.width = config.hidden_size
-    model = LanguageModel(config, replace(mesh, experts=group), StackOptions(recompute_layers=recompute), seed=1)
+    model = LanguageModel(config, replace(mesh, experts=group), StackOptions(overlap, recompute), seed=1)
     steps = model.stack.sub_blocks()
     layers = [int(step.name.split(".")[1]) for step in steps]
     hooks = []
@@ -317,6 +317,20 @@ def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: Glo
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     for _, backward in gloo_pools(2).run(events, config, 1, 2, True):
         assert backward == "D1 C1 d1 c1 D0 R1 D1 d0 C0 A1 d1 c0 D0 R0 A0 d0"
+
+
+def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
+    config = small_model(
+        **ROUTED,
+        num_layers=2,
+        residual_mode="ladder",
+        ladder_layers=(0, 1),
+        moe_shared_expert_intermediate_size=8,
+    )
+    for training in (True, False):
+        for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, False):
+            assert forward == " ".join(f"A{i} S{i} K{i} k{i} D{i} d{i} R{i} C{i} c{i}" for i in (0, 1))
+            assert backward == (" ".join(f"C{i} c{i} R{i} D{i} d{i} S{i} A{i}" for i in (1, 0)) if training else "")
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 4), Layout(4, 2, 4)], ids=["ep2", "ep4", "ep4-tp2"])
