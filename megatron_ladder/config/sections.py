@@ -45,6 +45,11 @@ def _one_divides(one: int, other: int) -> bool:
     return one % other == 0 or other % one == 0
 
 
+def _ranks_of_an_expert(expert_parallel: int, sharding: str, tensor_parallel: int) -> int:
+    """Return how many ranks divide the width of an expert."""
+    return 1 if expert_parallel > 1 or sharding == "experts" else tensor_parallel
+
+
 def _virtual_stage_problems(stages: int, virtual: int | None, layers: int) -> Iterator[Problem]:
     if virtual is None or stages > layers:
         return
@@ -295,8 +300,8 @@ class ParallelConfig:
     tokens. One of it and the tensor-parallel size divides the other. With 1, only tensor-parallel ranks divide experts.
     ZeRO then shards the state of an expert over the ranks that hold it."""
     expert_tensor_parallel_size: int | None = flag(None, minimum=1, requires="num_experts")
-    """Ranks that divide the width of an expert, to check it: 1 with --expert-model-parallel-size, otherwise the
-    tensor-parallel size, which Megatron's default always is."""
+    """Ranks that divide the width of an expert, to check it: 1 with --expert-model-parallel-size or --expert-sharding
+    experts, otherwise the tensor-parallel size, which Megatron's default always is."""
     tp_overlap: bool = True
     """Leave tensor-parallel all-reduces, and the all-to-alls of experts, in flight under later sub-blocks. Without this
     overlap, each is waited for immediately after its launch; for comparison, as results are the same."""
@@ -304,9 +309,9 @@ class ParallelConfig:
     """Shard the residual stream along the sequence over the tensor-parallel ranks, which saves activation memory. Each
     all-reduce becomes a reduce-scatter and an all-gather. Not with --residual-mode desync."""
     tp_comm_max_ctas: int = flag(16, minimum=0, maximum=32)
-    """Maximum number of multiprocessors that a tensor- or data-parallel NCCL collective, or a message between pipeline
-    stages, takes from the computation it overlaps with. 0 leaves the choice to NCCL: up to 32, which costs large
-    collectives more than half of the time that the overlap saves."""
+    """Maximum number of multiprocessors that a tensor-, data- or expert-parallel NCCL collective, or a message between
+    pipeline stages, takes from the computation it overlaps with. 0 leaves the choice to NCCL: up to 32, which costs
+    large collectives more than half of the time that the overlap saves."""
     distributed_timeout_minutes: float = flag(10.0, above=0)
     """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, in saves and in
     evaluations."""
@@ -385,12 +390,15 @@ class ParallelConfig:
             "add {sequence_parallel}",
         ),
         rule(
-            lambda expert_tensor_parallel_size, expert_model_parallel_size, tensor_model_parallel_size: (
-                expert_tensor_parallel_size
-                not in (None, 1 if expert_model_parallel_size > 1 else tensor_model_parallel_size)
+            lambda given, *layout: given not in (None, _ranks_of_an_expert(*layout)),
+            "{expert_tensor_parallel_size} with {expert_model_parallel_size}, {expert_sharding} and "
+            "{tensor_model_parallel_size}",
+            "leave it out: a rank holds whole experts with {expert_model_parallel_size} or {expert_sharding} experts, "
+            "and otherwise a part of the width of each",
+            reads=(
+                *("expert_tensor_parallel_size", "expert_model_parallel_size"),
+                *("expert_sharding", "tensor_model_parallel_size"),
             ),
-            "{expert_tensor_parallel_size} with {expert_model_parallel_size} and {tensor_model_parallel_size}",
-            "leave it out: a rank holds whole experts with {expert_model_parallel_size}, and parts of all without it",
         ),
         rule(
             lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (

@@ -35,6 +35,19 @@ def test_batches_follow_from_the_layout() -> None:
     assert not errors and (staged.data_parallel_size, staged.accumulation_steps) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-sharding experts",
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 "
+        "--sequence-parallel",
+    ],
+)
+def test_only_sharding_by_width_divides_an_expert(words: str) -> None:
+    assert not read(f"--num-experts 4 {words}")[1]
+
+
 @pytest.mark.parametrize("stages", range(2, 6))
 def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> None:
     """A value is accepted if each stage gets several ranges with a layer each; the others name those values."""
@@ -128,11 +141,15 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
         ),
         (
             f"{EXPERT_PARALLEL} 2 --expert-tensor-parallel-size 2",
-            "--expert-tensor-parallel-size 2 with --expert-model-parallel-size 2 and --tensor-model-parallel-size 1",
+            "--expert-tensor-parallel-size 2 with --expert-model-parallel-size 2, --expert-sharding width and --tens",
         ),
         (
             "--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
-            "--expert-tensor-parallel-size 1 with --expert-model-parallel-size 1 and --tensor-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1 with --expert-model-parallel-size 1, --expert-sharding width and --tens",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --expert-sharding experts --expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 with --expert-model-parallel-size 1, --expert-sharding experts and --tens",
         ),
         ("--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 without --moe-router-unnormalized: the weight"),
         (
