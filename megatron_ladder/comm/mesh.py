@@ -88,7 +88,7 @@ class ProcessMesh:
             head_replicas: numbers of tensor-parallel ranks that hold the same key heads of some mixer.
             timeout: of every collective; the default is torch's.
             tp_comm_max_ctas: maximum of multiprocessors per collective or message of the tensor-parallel,
-                data-parallel and pipeline groups on a GPU; 0 leaves it to NCCL.
+                data-parallel, expert-parallel and pipeline groups on a GPU; 0 leaves it to NCCL.
             chunks: number of ranges of layers of a pipeline stage; with several, the last stage sends to the first.
             device: that of this rank's messages; the CPU by default.
             expert_parallel: number of ranks of a stage that divide the routed experts among them; a divisor or a

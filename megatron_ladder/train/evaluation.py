@@ -74,7 +74,8 @@ class Predictor:
                 row, end = row + 1, 0
             positions.append((row, slice(end, end + len(text))))
             end += len(text)
-        # All data-parallel ranks process equally many: with ZeRO-3, they gather the weights together.
+        # All data-parallel ranks process equally many: with ZeRO-3, they gather the weights together, and
+        # expert-parallel ones exchange tokens.
         rows = -(-(row + 1) // (size * mesh.data.size)) * size * mesh.data.size
         tokens, targets = np.zeros((2, rows, self.max_length + 1), np.int64)
         begins = np.zeros(tokens.shape, bool)
