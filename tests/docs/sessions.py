@@ -166,7 +166,11 @@ def write_qwen_with_vision_tower(folder: Path) -> None:
     model = Qwen3_5MoeForConditionalGeneration(config).to(torch.bfloat16)
     model.save_pretrained(directory, save_original_format=False)
     weights = load_file(directory / "model.safetensors")
-    save_file(weights | {"mtp.fc.weight": torch.zeros(64, 128)}, directory / "model.safetensors")
+    last = "model.language_model.layers.23."
+    head = {name.replace(last, "mtp.layers.0."): one.clone() for name, one in weights.items() if last in name}
+    norms = {f"mtp.{name}.weight": torch.zeros(64) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    head |= {"mtp.fc.weight": torch.randn(64, 128) / 16} | norms
+    save_file(weights | {name: one.bfloat16() for name, one in head.items()}, directory / "model.safetensors")
     shutil.copy(folder / "tokenizer.json", directory)
     _run(
         folder,
