@@ -394,6 +394,9 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     lacking = sorted({mixer.name for mixer in mixers if not mixer.is_exported})
     for name in written:
         if possible.get(name, True) and not (lacking and name == OWN_TYPE) and _expresses(name, model):
+            if model.mtp_before_final_norm and name != OWN_TYPE:
+                reason = f"{{mtp_before_final_norm}}: a {name} model cannot say which stream its drafting head reads"
+                raise UserError(Problem({"mtp_before_final_norm": True}, reason, "leave the head out with {drop_mtp}"))
             return name
     if lacking:
         reason = f"{' and '.join(lacking)} with {{residual_mode}} cannot be exported"
@@ -426,7 +429,7 @@ def _lost_fields(model_type: str, model: ModelConfig) -> dict[str, Any]:
     elif not model.moe_layers:
         unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
     if TYPES[model_type].mtp is not None:
-        # The files decide whether there is a drafting head, and the program that reads them, which stream it reads.
+        # Files are read without their drafting head at first.
         unused |= {name: getattr(model, name) for name in ("mtp_num_layers", "mtp_before_final_norm")}
     read = vars(reread) | unused
     return {name: value for name, value in vars(model.canonical()).items() if value != read[name]}
@@ -482,6 +485,7 @@ def hf_config(
         **windows,
         **{key: values[key] for key in row.keys if key not in absent},
         **({row.mtp.key: 1} if row.mtp is not None and model.mtp_num_layers else {}),
+        **({"mtp_before_final_norm": True} if model.mtp_before_final_norm and model_type == OWN_TYPE else {}),
     }
 
 

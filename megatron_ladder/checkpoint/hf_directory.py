@@ -225,7 +225,8 @@ def open_hf_directory(path: Path, keeps_mtp: bool = False) -> HFDirectory:
     count = len(stored)
     model = model_config_from_hf(config, source, count)
     has_mtp = keeps_mtp and _has_mtp(config, model, stored)
-    model = replace(model, mtp_num_layers=int(has_mtp))
+    before_norm = has_mtp and model_type == OWN_TYPE and config.get("mtp_before_final_norm") is True
+    model = replace(model, mtp_num_layers=int(has_mtp), mtp_before_final_norm=before_norm)
     errors: list[str] = []
     dropped = _drop_tensors(config, model, stored)
     found = _stored_weights(path, config, stored)

@@ -111,6 +111,7 @@ class HFKeys(Struct):
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
     num_nextn_predict_layers: _Count | None = None
     mtp_num_hidden_layers: _Count | None = None
+    mtp_before_final_norm: bool | None = None
     use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     kv_lora_rank: _Size | None = None
     q_lora_rank: _Size | None = None
