@@ -75,8 +75,8 @@ class LocalInput(NamedTuple):
     edges: tuple[GradientEdge, ...]
     """Those of what is sent, and of the losses that arise here; none if only the stream is kept for backward, or it
     needs no gradient."""
-    sent: Tensor
-    """This rank's tokens, detached."""
+    sent: Tensor | None
+    """This rank's tokens, detached; None if they move to experts, since backward keeps the rows that arrive."""
     crossing: Crossing
     whole: InFlight | None
     """The input of the body; None once the body has used it."""
@@ -235,6 +235,7 @@ class ForwardRecord:
             if isinstance(recorded, LocalGraphs):
                 input_gradient = recorded.input.input_gradient
                 if input_gradient.needs_input_again and input_gradient.input_again is None:
+                    assert recorded.input.sent is not None
                     input_gradient.input_again = recorded.input.crossing.start_read(recorded.input.sent)
             elif isinstance(recorded, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
@@ -273,7 +274,8 @@ class ForwardRecord:
         losses = _gradient_edges(stats.losses)
         edges = (get_gradient_edge(part), *losses.values()) if with_graph else ()
         whole = crossing.start_read(sent)
-        return LocalInput(leaf, edges, sent, crossing, whole, input_gradient, (*losses,), stats.detached())
+        kept = None if sub_block.wired.moves_tokens else sent
+        return LocalInput(leaf, edges, kept, crossing, whole, input_gradient, (*losses,), stats.detached())
 
     def _stand_in(self, step: int, weight: Tensor) -> Tensor:
         """Return the weight of the norm of a step, or a leaf that collects its gradients until the pass ends.

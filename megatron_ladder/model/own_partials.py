@@ -205,6 +205,7 @@ class _OwnPartialsBackward(BackwardWalk):
         # Without the graphs, whose nodes lead to this function: a cycle through C++ would never be freed.
         end_input = functools.partial(self._end_input, position, input.edges, input.stream)
         input.input_gradient.launch = end_input
+        assert input.sent is not None
         run_backward((graphs.partial,), (gradient.expand_as(input.sent),))
 
     def _end_input(

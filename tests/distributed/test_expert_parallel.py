@@ -1,6 +1,7 @@
 """Experts that are divided over expert-parallel ranks, compared with one process that has all experts and samples."""
 
 import functools
+import gc
 import itertools
 import re
 from collections import Counter
@@ -331,6 +332,23 @@ def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
         for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, False):
             assert forward == " ".join(f"A{i} S{i} K{i} k{i} D{i} d{i} R{i} C{i} c{i}" for i in (0, 1))
             assert backward == (" ".join(f"C{i} c{i} R{i} D{i} d{i} S{i} A{i}" for i in (1, 0)) if training else "")
+
+
+def sent_tokens(config: ModelConfig) -> int:
+    """Return how many tensors of tokens with the weights of their choices are left after a forward pass."""
+    model = LanguageModel(config, expert_mesh(1, 2, head_replicas(config, 1)), StackOptions(), seed=1)
+    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
+    output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    gc.collect()
+    shape = (12, 2, config.hidden_size + config.moe_router_topk)
+    left = sum(isinstance(each, Tensor) and each.shape == shape for each in gc.get_objects())
+    output.sum().backward()
+    return left
+
+
+def test_backward_keeps_the_rows_that_arrive_and_not_those_sent(gloo_pools: GlooPools) -> None:
+    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    assert gloo_pools(2).run(sent_tokens, config) == [0, 0]
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 4), Layout(4, 2, 4)], ids=["ep2", "ep4", "ep4-tp2"])
