@@ -132,10 +132,6 @@ class _ExpertMatrices(ParallelModule):
         factors = weights.new_zeros(*chosen.shape[:-1], self.count + 1).scatter(-1, columns, weights)
         return factors[..., :-1].to(self.down.dtype)
 
-    def reads_on_host(self) -> bool:
-        """Whether the host waits for choices on CUDA."""
-        return reads_on_host(self.gate)
-
 
 class _DividedMatrices(_ExpertMatrices):
     """Those of an expert-parallel rank, which computes rows of its experts only."""
@@ -145,10 +141,6 @@ class _DividedMatrices(_ExpertMatrices):
         sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=True)
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return run_experts(rows, matrices, None, ExpertPass(sorted_rows, len(rows), self.swiglu, input_gradient))
-
-    def reads_on_host(self) -> bool:
-        """See `_ExpertMatrices.reads_on_host`."""
-        return True
 
 
 class _Choice(NamedTuple):
@@ -379,7 +371,7 @@ class DividedExperts(Body):
 
 def waits_for_choices(model: nn.Module) -> bool:
     """Whether the host waits in a pass on CUDA until experts are chosen, so that no graph can contain it."""
-    return any(module.reads_on_host() for module in model.modules() if isinstance(module, _ExpertMatrices))
+    return any(reads_on_host(module.gate) for module in model.modules() if isinstance(module, _ExpertMatrices))
 
 
 def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
