@@ -1,7 +1,7 @@
 """The wiring of a model whose routed experts are divided over expert-parallel ranks.
 
-Routed experts (R) get their tokens from other ranks, and return complete outputs, whereas what stands beside them in a
-sub-block (a shared expert S, attention A) is divided over the tensor-parallel ranks and leaves partial sums. So they
+Routed experts (R) get their tokens from other ranks, and return complete outputs, whereas the other branches of the
+sub-block (a shared expert S, attention A) are divided over the tensor-parallel ranks and leave partial sums. So they
 become separate sub-blocks, which see the same outputs as before, and not each other's:
 
     wiring of a layer     divided      R sees
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
         return self.kind in (SubBlockKind.ROUTED_EXPERTS, SubBlockKind.PARALLEL_ROUTED_EXPERTS)
 
     def stays_before(self, following: "_Part") -> bool:
-        """Whether the two can travel together, as what they are parts of."""
+        """Return whether both sub-blocks can share one sum, as before the division."""
         return not (self.is_routed or following.is_routed) and following.whole == self.whole + 1
 
 

@@ -41,8 +41,8 @@ def _decay_checks(end: str, is_end: Callable[[int | None], bool]) -> tuple[Check
     )
 
 
-def _one_divides(one: int, other: int) -> bool:
-    return one % other == 0 or other % one == 0
+def _divides_either_way(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
 
 
 def _ranks_of_an_expert(expert_parallel: int, sharding: str, tensor_parallel: int) -> int:
@@ -369,13 +369,13 @@ class ParallelConfig:
         ),
         rule(
             lambda expert_model_parallel_size, tensor_model_parallel_size: (
-                not _one_divides(expert_model_parallel_size, tensor_model_parallel_size)
+                not _divides_either_way(expert_model_parallel_size, tensor_model_parallel_size)
             ),
             "{expert_model_parallel_size} and {tensor_model_parallel_size}: one must divide the other",
         ),
         rule(
             lambda expert_model_parallel_size, tensor_model_parallel_size, data_parallel_ranks: (
-                _one_divides(expert_model_parallel_size, tensor_model_parallel_size)
+                _divides_either_way(expert_model_parallel_size, tensor_model_parallel_size)
                 and tensor_model_parallel_size * data_parallel_ranks % expert_model_parallel_size
             ),
             "{expert_model_parallel_size} does not divide the {tensor_model_parallel_size} x {data_parallel_ranks!v} "

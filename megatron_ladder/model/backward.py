@@ -37,8 +37,8 @@ and norms that can pass on an unreduced gradient of all tokens, which those of a
 gradients cross complete: g at the cut, and the gradient of each output as far as it arises behind the cut. `MirrorPlan`
 lists the positions.
 
-Gradients of the outputs of experts that expert-parallel ranks divide go far. Each starts as soon as g includes the
-inputs from f_j on, and flies under the sub-blocks between. In such models, gradients cross cuts complete.
+Output gradients of divided experts need an all-to-all. Each all-to-all starts as soon as g includes the inputs from f_j
+on, and overlaps with the sub-blocks in between. In such models, gradients cross cuts complete.
 
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
@@ -342,7 +342,7 @@ class BackwardWalk:
         """The sums of the gradients that cross to the range before, by output that crosses."""
         self._started: dict[int, InFlight] = {}
         """Gradients of outputs that have been started ahead."""
-        self._far = deque(
+        self._exchanged = deque(
             output for output in record.backward_order if record.steps[output - record.first].wired.moves_tokens
         )
         left = record.plan.missing(record.last)
@@ -411,14 +411,14 @@ class BackwardWalk:
         self._crossing[index] = unreduced if earlier is None else earlier + unreduced
 
     def _start_ahead(self, position: int, following: int) -> None:
-        """Start the gradients of outputs that do not depend on the sub-block that is about to run: of those that came
-        from far, and with a side queue, that of the next one."""
+        """Start the gradients of outputs that do not depend on the sub-block that is about to run: of those that
+        need an all-to-all, and with a side queue, that of the next one."""
         record, arrivals = self._record, self._record.plan.arrivals
         ready = []
-        while self._far and self._far[0] >= position:
-            self._far.popleft()
-        while self._far and arrivals[self._far[0]] > position:
-            ready.append(self._far.popleft())
+        while self._exchanged and self._exchanged[0] >= position:
+            self._exchanged.popleft()
+        while self._exchanged and arrivals[self._exchanged[0]] > position:
+            ready.append(self._exchanged.popleft())
         is_next = record.queue is not None and record.gathers(following - record.first)
         if is_next and arrivals[following] > position and following not in (*ready, *self._started):
             ready.append(following)

@@ -19,8 +19,8 @@ bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: t
 unreduced partial sums, [1 + pending x shards, s / shards, b, h]. A sub-block's position is its number in the model.
 
 Routed experts that expert-parallel ranks divide (`blueprint/expert_parallel.py`) read tokens of all these ranks, and
-their outputs are complete: they cross a cut as [1, s / shards, b, h]. Their tokens come from far, so the walk reads
-ahead up to them where what they see has arrived, or has been hidden by a whole sub-block:
+their outputs are complete: they cross a cut as [1, s / shards, b, h]. Their tokens come from other ranks, so the walk
+reads ahead up to them where what they see has arrived, or has been hidden by a whole sub-block:
 
     compute   [ norms of S, R ][ S          ][ R      ][ A of the next layer ][ norms of S, R ][ ...
     wire                       ~~ dispatch ~~          ~~~~~~ combine ~~~~~~~
@@ -306,7 +306,7 @@ class _ForwardWalk(Generic[Input]):
         """Inputs that are prepared."""
         self._next_input = first
         """The first position whose input is not prepared."""
-        self._far = deque(position for position, step in enumerate(self._steps, first) if step.wired.moves_tokens)
+        self._exchanged = deque(position for position, step in enumerate(self._steps, first) if step.wired.moves_tokens)
         """Sub-blocks whose tokens move, as far as their inputs are not prepared."""
         self._joined: Tensor | None = None
         """An output that travels with the next one."""
@@ -328,7 +328,7 @@ class _ForwardWalk(Generic[Input]):
             if self._has_input(position):
                 input = self._ahead.popleft()
             if self._overlap:
-                self._start_far_inputs(position)
+                self._start_exchanged_inputs(position)
             if queue is not None and self._next_can_start(position):
                 queue.run(self._start_input, uses=(self._stream, *self._pending.values()))
             with step.named("forward"):
@@ -359,14 +359,14 @@ class _ForwardWalk(Generic[Input]):
             self._stream, input = self._forward.start_input(step, self._stream, newest)
         self._ahead.append(input)
 
-    def _start_far_inputs(self, position: int) -> None:
+    def _start_exchanged_inputs(self, position: int) -> None:
         """Let tokens move as early as what their sub-block sees can be added without waiting for a sum that nothing has
         hidden; `position` is the sub-block that runs next."""
-        while self._far and self._far[0] < self._next_input:
-            self._far.popleft()
-        if not self._far:
+        while self._exchanged and self._exchanged[0] < self._next_input:
+            self._exchanged.popleft()
+        if not self._exchanged:
             return
-        inputs = range(self._next_input, self._far[0] + 1)
+        inputs = range(self._next_input, self._exchanged[0] + 1)
         if all(self._has_flown(output, position) for one in inputs for output in self._plan.arriving(one)):
             for _ in inputs:
                 self._start_input()
@@ -383,8 +383,8 @@ class _ForwardWalk(Generic[Input]):
         if self._next_input != following or following == self._last or not self._has_input(following):
             return False
         # A router's matrix is used, and gets its gradient, on the stream of the computation.
-        is_far = self._steps[following - self._first].wired.moves_tokens
-        return not is_far and position not in self._plan.arriving(following)
+        is_exchanged = self._steps[following - self._first].wired.moves_tokens
+        return not is_exchanged and position not in self._plan.arriving(following)
 
     def _compute(self, position: int, input: Input) -> PassStats:
         """Compute, and start the sum of the output, with that of a joined one."""
