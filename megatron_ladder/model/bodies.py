@@ -26,6 +26,20 @@ def _column(build: BuildContext, matrices: Sequence[Matrix]) -> ColumnParallelLi
     return ColumnParallelLinear(matrices, build, sum_input_gradient=is_shared and build.mesh.stream.shards == 1)
 
 
+def _output_gate(build: BuildContext, branch: Branch) -> ColumnParallelLinear | None:
+    """Return the gate of a shared expert: one number for each token, which every rank computes.
+
+    A rank multiplies its part of the output by it, so its gradient of the gate's weight is a partial sum.
+    """
+    return _column(build, [Matrix(branch.inner["gate"], None)]) if "gate" in branch.inner else None
+
+
+def _gated(
+    partial: Tensor, gate: ColumnParallelLinear | None, normed: Tensor, input_gradient: InputGradient | None
+) -> Tensor:
+    return partial if gate is None else partial * torch.sigmoid(gate(normed, input_gradient))
+
+
 def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> RowParallelLinear:
     return RowParallelLinear(branch.output, build, tensors.wired.leaves_shared)
 
@@ -49,11 +63,7 @@ class MixerBody(Body):
 
 
 class MLP(Body):
-    """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection.
-
-    A shared expert may have another gate, one number for each token, which every rank computes. As the rank multiplies
-    its part of the output by it, its gradient of the gate's weight is a partial sum.
-    """
+    """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
@@ -61,21 +71,18 @@ class MLP(Body):
         (branch,) = tensors.branches
         self.gate_up_proj = _input_projection(build, tensors)
         self.down_proj = _output_projection(build, tensors, branch)
-        self.output_gate = _column(build, [Matrix(branch.inner["gate"], None)]) if "gate" in branch.inner else None
+        self.output_gate = _output_gate(build, branch)
 
     def forward(
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
         """See `Body`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
-        partial = self.down_proj(inner)
-        if self.output_gate is not None:
-            partial = partial * torch.sigmoid(self.output_gate(normed, input_gradient))
-        return BodyOutput(partial)
+        return BodyOutput(_gated(self.down_proj(inner), self.output_gate, normed, input_gradient))
 
 
 class MixerMLP(Body):
-    """Token mixer and MLP of one norm in parallel (PaLM): one input projection, and one sum of both outputs."""
+    """Token mixer and MLP, or shared expert, of one norm in parallel (PaLM): one input projection, and one sum."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
@@ -86,6 +93,7 @@ class MixerMLP(Body):
         self.mixer_width = sum(self.in_proj.widths[: len(mixer.inputs)])
         self.o_proj = _output_projection(build, tensors, mixer)
         self.down_proj = _output_projection(build, tensors, mlp)
+        self.output_gate = _output_gate(build, mlp)
 
     def forward(
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
@@ -94,4 +102,5 @@ class MixerMLP(Body):
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = projected.tensor_split((self.mixer_width,), dim=-1)
         mixer_partial = self.o_proj(self.heads(heads, context))
-        return BodyOutput(mixer_partial + self.down_proj(self.operations.swiglu(gate_up)))
+        mlp_partial = self.down_proj(self.operations.swiglu(gate_up))
+        return BodyOutput(mixer_partial + _gated(mlp_partial, self.output_gate, normed, input_gradient))

@@ -51,13 +51,6 @@ _PARALLEL_BODIES: dict[BranchKind, type[Body]] = {BranchKind.MIXER: MixerBody, B
 """Bodies of what a sub-block computes besides routed experts."""
 
 
-def _parallel_bodies(build: BuildContext, number: int, tensors: SubBlockTensors) -> nn.ModuleList:
-    branches = [branch for branch in tensors.branches if branch.kind in _PARALLEL_BODIES]
-    return nn.ModuleList(
-        _PARALLEL_BODIES[branch.kind](build, number, replace(tensors, branches=(branch,))) for branch in branches
-    )
-
-
 class Router(ParallelModule):
     """The matrix [E, h] of the router, its bias [E] if it has one, and the bias that follows the loads of the experts.
 
@@ -106,6 +99,13 @@ class _ExpertMatrices(ParallelModule):
                 self.add_parameter(attribute, tensors, build, is_partial=True)
         self.first = self.sections["gate"][0].start if whole else 0
         self.count = self.gate.shape[0]
+
+
+class _SummedMatrices(_ExpertMatrices):
+    """Those of a tensor-parallel rank, which computes its part of the output of every token."""
+
+    def __init__(self, build: BuildContext, branch: Branch) -> None:
+        super().__init__(build, branch)
         self.has_all = self.count == build.config.num_experts
         rank, ranks = self.group.rank, self.group.size
         first, last = (build.config.num_experts * each // ranks for each in (rank, rank + 1))
@@ -136,7 +136,7 @@ class _ExpertMatrices(ParallelModule):
 class _DividedMatrices(_ExpertMatrices):
     """Those of an expert-parallel rank, which computes rows of its experts only."""
 
-    def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None) -> Tensor:
         """Return the weighted output of one local expert for each row [m, h + 1], which ends in its weight."""
         sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=True)
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
@@ -171,7 +171,7 @@ class _RoutedExperts(nn.Module):
         self.sums_input = build.mesh.stream.shards == 1
         self.sequence = build.mesh.tensor if tensors.wired.moves_tokens else None
         self.router = Router(build, branch)
-        self.matrices = (_DividedMatrices if tensors.wired.moves_tokens else _ExpertMatrices)(build, branch)
+        self.matrices = (_DividedMatrices if tensors.wired.moves_tokens else _SummedMatrices)(build, branch)
 
     def forward(
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None, earlier: Sequence[Tensor]
@@ -252,9 +252,13 @@ class Experts(Body):
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
-        self.parallel_bodies = _parallel_bodies(build, number, tensors)
-        (branch,) = (branch for branch in tensors.branches if branch.kind is BranchKind.EXPERTS)
-        self.routed = _RoutedExperts(build, tensors, branch)
+        self.parallel_bodies = nn.ModuleList()
+        for branch in tensors.branches:
+            if branch.kind is BranchKind.EXPERTS:
+                self.routed = _RoutedExperts(build, tensors, branch)
+            else:
+                body = _PARALLEL_BODIES[branch.kind](build, number, replace(tensors, branches=(branch,)))
+                self.parallel_bodies.append(body)
 
     def forward(
         self,
@@ -268,21 +272,6 @@ class Experts(Body):
         routed: BodyOutput = self.routed(normed, context, input_gradient, earlier)
         others = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
         return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
-
-
-class SideBySide(Body):
-    """Attention and a shared expert of one norm, whose outputs travel in one sum; see `MIXER_SHARED`."""
-
-    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
-        super().__init__()
-        self.parallel_bodies = _parallel_bodies(build, number, tensors)
-
-    def forward(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
-    ) -> BodyOutput:
-        """See `Body`."""
-        partials = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
-        return BodyOutput(functools.reduce(torch.add, partials))
 
 
 class _TokenExchange:

@@ -25,7 +25,7 @@ from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, MirrorPlan, walk_mirrored
 from megatron_ladder.model.bodies import MLP, MixerBody, MixerMLP
 from megatron_ladder.model.desync import walk_desync
-from megatron_ladder.model.experts import DividedExperts, Experts, SideBySide
+from megatron_ladder.model.experts import DividedExperts, Experts
 from megatron_ladder.model.mixers.mixer import Heads
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
@@ -41,7 +41,7 @@ BODIES: dict[SubBlockKind, type[Body]] = {
     SubBlockKind.MIXER_EXPERTS: Experts,
     SubBlockKind.ROUTED_EXPERTS: Experts,
     SubBlockKind.SHARED_EXPERT: MLP,
-    SubBlockKind.MIXER_SHARED: SideBySide,
+    SubBlockKind.MIXER_SHARED: MixerMLP,
     SubBlockKind.SECOND_MIXER: MixerBody,
     SubBlockKind.SECOND_MLP: MLP,
 }
