@@ -394,9 +394,6 @@ def hf_type(model: ModelConfig, imported_type: str = "") -> str:
     lacking = sorted({mixer.name for mixer in mixers if not mixer.is_exported})
     for name in written:
         if possible.get(name, True) and not (lacking and name == OWN_TYPE) and _expresses(name, model):
-            if model.mtp_before_final_norm and name != OWN_TYPE:
-                reason = f"{{mtp_before_final_norm}}: a {name} model cannot say which stream its drafting head reads"
-                raise UserError(Problem({"mtp_before_final_norm": True}, reason, "leave the head out with {drop_mtp}"))
             return name
     if lacking:
         reason = f"{' and '.join(lacking)} with {{residual_mode}} cannot be exported"
@@ -429,8 +426,9 @@ def _lost_fields(model_type: str, model: ModelConfig) -> dict[str, Any]:
     elif not model.moe_layers:
         unused = {name: value for name, value in vars(model).items() if name == "num_experts" or "moe_" in name}
     if TYPES[model_type].mtp is not None:
-        # Files are read without their drafting head at first.
-        unused |= {name: getattr(model, name) for name in ("mtp_num_layers", "mtp_before_final_norm")}
+        # Files are read without their drafting head at first. Only our type says which stream it reads.
+        unused["mtp_num_layers"] = model.mtp_num_layers
+        unused["mtp_before_final_norm"] = model_type == OWN_TYPE and model.mtp_before_final_norm
     read = vars(reread) | unused
     return {name: value for name, value in vars(model.canonical()).items() if value != read[name]}
 

@@ -173,15 +173,14 @@ def test_every_model_with_a_head_is_exported_if_only_as_our_own_type(tmp_path: P
     assert config_of(tmp_path / "bare")["model_type"] == "llama"
 
 
-def test_other_types_cannot_say_that_a_head_reads_before_the_final_norm(tmp_path: Path) -> None:
-    hf = tmp_path / "hf"
-    save_with_head(hf, "glm4_moe")
-    config = replace(open_hf_directory(hf, keeps_mtp=True).model, mtp_before_final_norm=True)
-    (error,) = errors_of(export, tmp_path / "other", config)
-    assert "a glm4_moe model cannot say which stream its drafting head reads" in error
-    assert error.endswith("leave the head out with --drop-mtp")
-    export(tmp_path / "bare", config, "--drop-mtp")
-    assert config_of(tmp_path / "bare" / "hf")["model_type"] == "glm4_moe"
+def test_a_head_that_reads_before_the_final_norm_is_exported_as_our_own_type(tmp_path: Path) -> None:
+    save_with_head(tmp_path / "source", "glm4_moe")
+    config = replace(open_hf_directory(tmp_path / "source", keeps_mtp=True).model, mtp_before_final_norm=True)
+    hf, _ = export(tmp_path, config)
+    assert config_of(hf)["model_type"] == "megatron_ladder"
+    assert open_hf_directory(hf, keeps_mtp=True).model == config
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "bare", "--drop-mtp")
+    assert config_of(tmp_path / "bare")["model_type"] == "glm4_moe"
 
 
 def test_files_that_disagree_about_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
