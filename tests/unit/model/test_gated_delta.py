@@ -199,7 +199,7 @@ def test_documents_of_a_row_do_not_mix(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 63, 64, 65, 100])
 def test_two_documents_in_a_row_are_two_rows(cut: int) -> None:
-    """Of a whole model in fp32, whose first layers keep their states for long."""
+    """Compare the logits of a whole model in fp32, in which slow decays would show what leaks between documents."""
     config = delta_model(num_layers=4, linear_attention_layers=(0, 1, 3))
     weights = make_weights(ReferenceConfig.like(config), seed=5)
     for layer in config.linear_attention_layers:
