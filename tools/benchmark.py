@@ -17,8 +17,8 @@ parse_options = parse_benchmark
 def main(argv: Sequence[str]) -> None:
     """Read the command line and measure, as one rank or as the parent of several."""
     case, options = parse_options(argv)
-    if "WORLD_SIZE" not in os.environ and options.tp > 1 and not options.emulate:
-        run_ranks(__file__, argv, options.tp)
+    if "WORLD_SIZE" not in os.environ and not options.emulate:
+        run_ranks(__file__, argv, options.ranks)
     else:
         from ladder_lab.bench.program import run_rank
 

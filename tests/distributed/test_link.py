@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder_lab.link.clocks import ProcessorClock
 from ladder_lab.link.link import EmulatedLink, LinkWork, MessageWork
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
@@ -35,7 +36,7 @@ def all_stages() -> CommGroup:
 
 
 class Timing(NamedTuple):
-    """One rank's view of one all-reduce, in nanoseconds of the monotonic clock that all ranks share."""
+    """One rank's view of one collective, in nanoseconds of the monotonic clock that all ranks share."""
 
     before: int
     after: int
@@ -138,6 +139,126 @@ def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:
         # 4 x 3 numbers of 4 bytes: half of 4 ms + 48 us.
         assert scatter_ns == gather_ns == 2_024_000
         assert apart == gather_ns, "a serial wire carries one after the other"
+
+
+class Exchange(NamedTuple):
+    """What this rank received over the link and from torch, its timing, and the bytes that it sends to others."""
+
+    got: Tensor
+    expected: Tensor
+    timing: Timing
+    sent_bytes: int
+
+
+def random_exchanges(seed: int, count: int, serial: bool) -> list[Exchange]:
+    """Exchange rows of uneven and empty splits, their numbers ahead of them; ranks wait in different random orders."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    common, own = random.Random(seed), random.Random(1000 * seed + rank)
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    flying: dict[int, Launched] = {}
+    results: dict[int, Exchange] = {}
+    pending: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def end(number: int) -> None:
+        got, expected, sent_bytes = pending.pop(number)
+        results[number] = Exchange(got, expected, finish(flying.pop(number)), sent_bytes)
+
+    with closing(EmulatedLink(everyone(), 20e-6, 1e-9, serial=serial, slot_bytes=1 << 20)) as link:
+        for number in range(count):
+            # Some ranks send nothing, or nothing to some others.
+            sent = [own.choice([0, 0, 1, 5, 300]) for _ in range(size)]
+            if own.random() < 0.2:
+                sent = [0] * size
+            counts, work = link.start_all_to_all(torch.tensor(sent), [1] * size, [1] * size)
+            assert isinstance(work, LinkWork)
+            work.wait()
+            received = counts.tolist()
+            rows = torch.randn(sum(sent), *common.choice([(), (3,), (2, 17)]), generator=generator, dtype=torch.float64)
+            rows = rows.to(common.choice(DTYPES))
+            expected = rows.new_empty(sum(received), *rows.shape[1:])
+            dist.all_to_all_single(expected, rows, received, sent)
+            before = time.monotonic_ns()
+            got, work = link.start_all_to_all(rows, sent, received)
+            after = time.monotonic_ns()
+            assert isinstance(work, LinkWork)
+            rows.fill_(torch.nan)
+            flying[number] = Launched(work, before, after)
+            row_bytes = rows.itemsize * rows.shape[1:].numel()
+            pending[number] = got, expected, row_bytes * (sum(sent) - sent[rank])
+            while flying and own.random() < 0.45:
+                end(own.choice(sorted(flying)))
+        for number in own.sample(sorted(flying), len(flying)):
+            end(number)
+    return [results[number] for number in range(count)]
+
+
+@pytest.mark.parametrize(("world", "serial"), [(2, True), (2, False), (4, True)])
+def test_rows_are_those_of_torch_and_ends_follow_the_rule(gloo_pools: GlooPools, world: int, serial: bool) -> None:
+    results = gloo_pools(world).run(random_exchanges, seed=world + serial, count=120, serial=serial)
+    assert_rule([[exchange.timing for exchange in exchanges] for exchanges in results], serial)
+    for exchanges in zip(*results, strict=True):
+        assert all(exchange.got.equal(exchange.expected) for exchange in exchanges)
+        # A ring of n ranks reduces b bytes by sending 2 (n - 1) / n b.
+        reduced = max(exchange.sent_bytes for exchange in exchanges) * world / (2 * (world - 1))
+        assert exchanges[0].timing.wire == round(20_000 + reduced)
+
+
+def counts_on_a_busy_wire() -> tuple[list[int], list[int], int]:
+    """Return numbers of rows that arrive under an all-reduce, and the times of both on the wire and between ends."""
+    with closing(EmulatedLink(everyone(), 50e-3)) as link:
+        reduce = launch(link, torch.ones(3)).work
+        counts, work = link.start_all_to_all(torch.tensor([1, 2]) + 10 * dist.get_rank(), [1, 1], [1, 1])
+        assert isinstance(work, LinkWork)
+        work.wait()
+        reduce.wait()
+        return counts.tolist(), [work.wire_ns, reduce.wire_ns], reduce.end_ns - work.end_ns
+
+
+def test_numbers_of_rows_take_no_time_on_the_wire(gloo_pools: GlooPools) -> None:
+    for rank, (counts, wire, apart) in enumerate(gloo_pools(2).run(counts_on_a_busy_wire)):
+        assert counts == [1 + rank, 11 + rank]
+        assert wire == [0, 50_000_000] and apart > 0
+
+
+def too_many_rows() -> None:
+    with closing(EmulatedLink(everyone(), slot_bytes=1 << 10)) as link, pytest.raises(ValueError, match="1028 bytes"):
+        link.start_all_to_all(torch.ones(257), [257, 0], [257, 257])
+
+
+def test_rows_without_room_are_an_error(gloo_pools: GlooPools) -> None:
+    gloo_pools(2).run(too_many_rows)
+
+
+def busy(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+def processor_times() -> tuple[float, float]:
+    """Return the milliseconds of a pass and of its wait, on a clock that leaves out what other processes do.
+
+    Rank 0 computes for 20 ms before and for 30 ms after a launch on a wire of 40 ms, and rank 1 for 50 ms before it.
+    """
+    with closing(EmulatedLink(everyone(), 40e-3, clock=ProcessorClock())) as link:
+        for _ in range(2):
+            link.barrier()
+            link.restart()
+            busy(0.02 if dist.get_rank() == 0 else 0.05)
+            # What others do in the meantime.
+            time.sleep(0.3)
+            work = link.start_all_reduce(torch.ones(3))
+            assert work is not None
+            if dist.get_rank() == 0:
+                busy(0.03)
+            work.wait()
+        return link.clock.now_ns() * 1e-6, link.waited_seconds * 1e3
+
+
+def test_a_processor_clock_jumps_to_the_end_of_a_collective(gloo_pools: GlooPools) -> None:
+    for pass_ms, waited_ms in gloo_pools(2).run(processor_times):
+        assert pass_ms == pytest.approx(90, abs=5)
+        assert waited_ms == pytest.approx(40, abs=5)
 
 
 def random_messages(seed: int, count: int, serial: bool) -> tuple[list[bool], list[tuple[int, int, Timing]]]:

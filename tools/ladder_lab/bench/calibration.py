@@ -8,6 +8,7 @@ number of reduces.
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections import Counter
@@ -32,16 +33,18 @@ from megatron_ladder.model.sub_block import SubBlock
 class DeviceClock:
     """Measures the time between two points of a program on the processor that does the work.
 
-    A CPU has done its work when a call returns. A GPU's current stream does it later, so its points are events.
+    A CPU has done its work when a call returns, and `seconds` reads its clock. A GPU's current stream does it later, so
+    its points are events.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seconds: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu = device.type == "cuda"
+        self._seconds_of_cpu = seconds
 
     def mark(self) -> Any:
         """Mark this point."""
         if not self._on_gpu:
-            return time.perf_counter()
+            return self._seconds_of_cpu()
         # In a captured step, only an external event gets a time: that of the latest replay.
         event = torch.cuda.Event(enable_timing=True, external=self.captures())
         event.record(torch.cuda.current_stream())
@@ -78,15 +81,16 @@ class Computation(NamedTuple):
         return self.mixer or self.kind.value
 
 
-def _computations(config: ModelConfig) -> list[Computation]:
-    """Return what the sub-blocks of all layers compute, in order."""
+def _computations(config: ModelConfig, divides_experts: bool = False) -> list[Computation]:
+    """Return what the sub-blocks of all layers compute, in order; see `layer_tensors`."""
     mixers = [config.mixer_of(layer).name for layer in range(config.num_layers)]
     has_several = len({*mixers}) > 1
-    return [
-        Computation(kind, mixers[layer] if has_several and kind.has_mixer else "")
-        for layer, kinds in enumerate(config.layer_kinds)
-        for kind in kinds
+    kinds = [
+        (layer, tensors.wired.kind)
+        for layer, sub_blocks in enumerate(layer_tensors(config, divides_experts))
+        for tensors in sub_blocks
     ]
+    return [Computation(kind, mixers[layer] if has_several and kind.has_mixer else "") for layer, kind in kinds]
 
 
 class SubBlockSeconds(NamedTuple):
@@ -107,10 +111,16 @@ class Calibration:
     pass_seconds: float
     shape: ModelConfig
     """The model, in a wiring with these computations."""
+    divides_experts: bool = False
+    """Whether expert-parallel ranks compute its routed experts."""
+
+    @property
+    def _computations(self) -> list[Computation]:
+        return _computations(self.shape, self.divides_experts)
 
     @property
     def _layers(self) -> list[SubBlockSeconds]:
-        return [self.by_computation[computation] for computation in _computations(self.shape)]
+        return [self.by_computation[computation] for computation in self._computations]
 
     @property
     def head(self) -> float:
@@ -126,7 +136,7 @@ class Calibration:
     def attention(self) -> float:
         """Mean forward seconds of a softmax attention, or of a mixer in a model without one: the unit `a`."""
         linear = {self.shape.mixer_of(layer).name for layer in self.shape.linear_attention_layers}
-        mixers = [computation for computation in _computations(self.shape) if computation.kind.has_mixer]
+        mixers = [computation for computation in self._computations if computation.kind.has_mixer]
         softmax = [computation for computation in mixers if computation.mixer not in linear]
         return statistics.mean(self.by_computation[computation].forward for computation in softmax or mixers)
 
@@ -171,8 +181,10 @@ class Prediction:
     always_waiting: Mapping[Message, int]
 
     def seconds(self, variant: Variant, times: WireTimes) -> float:
-        """Return the seconds of one pass when collectives take these times on the wire."""
+        """Return the seconds of one pass when collectives take these times on the wire; NaN if it is not modelled."""
         calibration = self.by_bound[bound_of(variant).name]
+        if calibration.divides_experts:
+            return math.nan
         if variant.without_reduces:
             return calibration.pass_seconds
         cost = self.wire.launch_seconds + self.wire.finish_seconds
@@ -196,8 +208,9 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
             timed.append((began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
-        # A shared reading is part of the first sub-block's time.
-        begins = step.body.register_forward_pre_hook if step.shares_input else step.norm.register_forward_pre_hook
+        # A shared reading is part of the first sub-block's time. Tokens that are sent ahead are normed ahead.
+        begins_at_body = step.shares_input or model.stack.divides_experts
+        begins = step.body.register_forward_pre_hook if begins_at_body else step.norm.register_forward_pre_hook
         handles.extend([begins(begin), step.body.register_forward_hook(end)])
 
     def finish() -> dict[Computation, SubBlockSeconds]:
@@ -210,7 +223,8 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
             for key, timed in chosen.items()
         }
 
-    for computation, step in zip(_computations(model.config), model.stack.sub_blocks(), strict=True):
+    computations = _computations(model.config, model.stack.divides_experts)
+    for computation, step in zip(computations, model.stack.sub_blocks(), strict=True):
         attach(step, spans.setdefault(computation, []))
     return finish
 
@@ -223,8 +237,9 @@ def time_backward(
     `hidden_states` are any values of shape [s, b, h].
     """
     sequence, batch, width = hidden_states.shape
-    computations = _computations(model.config)
-    sub_blocks = dict(zip(computations, itertools.chain(*layer_tensors(model.config)), strict=True))
+    divides = model.stack.divides_experts
+    computations = _computations(model.config, divides)
+    sub_blocks = dict(zip(computations, itertools.chain(*layer_tensors(model.config, divides)), strict=True))
     columns = Counter[Computation]()
     for computation, sub_block in sub_blocks.items():
         for branch in sub_block.branches:

@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -59,7 +60,11 @@ class WiringComparison:
         self.interconnect = make_interconnect(options, shape, device)
         self.mesh = self.interconnect.mesh
         self._wire = self.interconnect.wire
-        self._clock = DeviceClock(device)
+        self._seconds = time.perf_counter
+        if isinstance(self._wire, EmulatedLink):
+            link_clock = self._wire.clock
+            self._seconds = lambda: 1e-9 * link_clock.now_ns()
+        self._clock = DeviceClock(device, self._seconds)
         variants = [VARIANTS[name] for name in options.wirings]
         if VARIANTS["standard"] not in variants:
             variants.insert(0, VARIANTS["standard"])
@@ -86,7 +91,6 @@ class WiringComparison:
                     if self.options.device == "cuda":
                         torch.cuda.synchronize()
                     return
-                self._wire.waited_seconds = 0.0
                 run()
                 self.waited[name].append(self._wire.waited_seconds / workload.units)
 
@@ -99,7 +103,13 @@ class WiringComparison:
         """Time passes in alternation; `what` labels the progress bar of rank 0."""
         self.waited = {name: [] for name in passes}
         label = what if self.rank == 0 else None
-        return measure(passes, self.options.rounds, before_each=lambda _: self.mesh.world.barrier(), label=label)
+
+        def before_each(_: str) -> None:
+            self.mesh.world.barrier()
+            if isinstance(self._wire, EmulatedLink):
+                self._wire.restart()
+
+        return measure(passes, self.options.rounds, before_each=before_each, label=label, clock=self._seconds)
 
     def calibrate(self, workload: Workload) -> Prediction:
         """Measure the inputs of the step-time model, on a wire without latency."""
@@ -120,7 +130,12 @@ class WiringComparison:
         ((message, _),) = messages.most_common(1)
         reduces = sum(always_waiting.values())
         directions = 2 if workload.case == "train" else 1
-        always_waiting[message] -= directions * len(self.models["standard"].stack.sub_blocks())
+        stack = self.models["standard"].stack
+        if stack.divides_experts:
+            # The others have one rank.
+            always_waiting.clear()
+        else:
+            always_waiting[message] -= directions * len(stack.sub_blocks())
         # What a collective costs the processor, or takes from the computation it overlaps with.
         cost = 0.0
         contention = 0.0
@@ -141,7 +156,10 @@ class WiringComparison:
             hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
             backward = time_backward(self.models[bound.name], hidden, self.options.rounds, self._clock)
             seconds = {key: SubBlockSeconds(forward.forward, *backward[key]) for key, forward in seconds.items()}
-        return Calibration(seconds, times.median(bound.name) / workload.units, self.models[bound.name].config)
+        model = self.models[bound.name]
+        return Calibration(
+            seconds, times.median(bound.name) / workload.units, model.config, model.stack.divides_experts
+        )
 
     def wire_times(self, text: str, prediction: Prediction, skew_seconds: float = 0.0) -> WireTimes:
         """Return the times of a wire, given as a preset, as OWN, or as a time or multiple; collective.
@@ -157,7 +175,7 @@ class WiringComparison:
     def _reduce_seconds(self, text: str, prediction: Prediction) -> float:
         num_bytes = prediction.message.num_bytes
         if text in PRESETS:
-            return PRESETS[text].seconds(num_bytes, self.options.tp)
+            return PRESETS[text].seconds(num_bytes, self.options.ranks)
         if text == OWN:
             dtype = self.interconnect.dtype
             numbers = num_bytes // dtype.itemsize

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ladder_lab.bench.calibration import DeviceClock
 from ladder_lab.bench.options import BenchmarkOptions
-from ladder_lab.link.link import EmulatedLink, Message, NoCommGroup, WireTimes
+from ladder_lab.link.clocks import ProcessorClock
+from ladder_lab.link.link import FIRST_TENSOR_BYTES, EmulatedLink, Message, NoCommGroup, WireTimes
 from ladder_lab.link.occupied import OccupiedGroup, count_launch
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
@@ -33,7 +34,7 @@ TYPICAL_SECONDS = 20e-6
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A benchmark's tensor-parallel group; an emulated wire times its waits."""
+    """A benchmark's tensor-parallel or expert-parallel group; an emulated wire times its waits."""
 
     name: str
     mesh: ProcessMesh
@@ -54,8 +55,8 @@ class Interconnect:
 
     @property
     def emulated(self) -> OccupiedGroup | None:
-        """The tensor-parallel group, if this process plays its rank 0."""
-        return self.mesh.tensor if isinstance(self.mesh.tensor, OccupiedGroup) else None
+        """The group, if this process plays its rank 0."""
+        return self.wire if isinstance(self.wire, OccupiedGroup) else None
 
     def close(self) -> None:
         """Release the emulated wire."""
@@ -69,8 +70,8 @@ def start_ranks(options: BenchmarkOptions, rank_info: RankInfo) -> torch.device:
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
-    flag = "--emulate" if options.emulate else f"--tp {options.tp}"
-    processes = 1 if options.emulate else options.tp
+    flag = "--emulate" if options.emulate else f"--{'ep' if options.ep else 'tp'} {options.ranks}"
+    processes = 1 if options.emulate else options.ranks
     if rank_info.world_size != processes:
         raise UserError(f"{flag} needs processes: {processes}, but the launcher started {rank_info.world_size}")
     if options.device == "cpu" and options.emulate:
@@ -97,17 +98,35 @@ def start_ranks(options: BenchmarkOptions, rank_info: RankInfo) -> torch.device:
 def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
     """Build the interconnect; a collective call of all ranks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    replicas = head_replicas(shape, options.tp)
+    replicas = head_replicas(shape, options.tensor_parallel)
     if options.emulate:
         return _emulate(options, replicas, device, dtype)
-    mesh = ProcessMesh.build(options.tp, head_replicas=replicas, tp_comm_max_ctas=options.comm_sms[0])
-    no_comm = NoCommGroup(mesh.tensor)
+    mesh = ProcessMesh.build(
+        options.tensor_parallel,
+        head_replicas=replicas,
+        tp_comm_max_ctas=options.comm_sms[0],
+        expert_parallel=options.ep or 1,
+    )
+    communicating = mesh.experts if options.ep else mesh.tensor
+    no_comm = NoCommGroup(communicating)
     if options.device == "cpu":
-        wire = EmulatedLink(mesh.tensor, serial=options.link == "serial", spin_seconds=SPIN_SECONDS)
+        wire = _emulated_link(options, communicating, shape, dtype)
         return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
-    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype, equal_sums=shape.num_experts > 0)
+    group = select_all_reduce(options.tp_all_reduce, communicating, device, dtype, equal_sums=shape.num_experts > 0)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
     return Interconnect(name, mesh, group, no_comm, device, dtype)
+
+
+def _emulated_link(options: BenchmarkOptions, group: CommGroup, shape: ModelConfig, dtype: torch.dtype) -> EmulatedLink:
+    room = FIRST_TENSOR_BYTES
+    if options.ep:
+        # A rank sends most if its experts are the choices of all ranks' tokens.
+        tokens = options.ep * options.batch * options.sequence
+        room = tokens * shape.moe_router_topk * (shape.hidden_size + 1) * dtype.itemsize
+    serial = options.link == "serial"
+    if options.clock == "processor":
+        return EmulatedLink(group, serial=serial, slot_bytes=room, clock=ProcessorClock())
+    return EmulatedLink(group, serial=serial, slot_bytes=room, spin_seconds=SPIN_SECONDS)
 
 
 def _emulate(
@@ -118,10 +137,11 @@ def _emulate(
     if device.type == "cuda":
         # torch for CUDA includes triton.
         from ladder_lab.link.occupying_kernel import occupy
-    wire = OccupiedGroup(options.tp, device, options.comm_sms[0], occupy)
+    wire = OccupiedGroup(options.ranks, device, options.comm_sms[0], occupy)
     # Passes send nothing over the ranks that share key heads.
     sharing = {count: CommGroup(range(count), 0, None) for count in replicas}
-    mesh = replace(ProcessMesh.single(), tensor=wire, head_replicas=sharing)
+    single = replace(ProcessMesh.single(), head_replicas=sharing)
+    mesh = replace(single, experts=wire) if options.ep else replace(single, tensor=wire)
     interconnect = Interconnect("emulated on one GPU", mesh, wire, NoCommGroup(wire), device, dtype)
     if device.type == "cuda":
         wire.launch_seconds = measure_launch(wire, DeviceClock(device), torch.zeros(4096, dtype=dtype, device=device))

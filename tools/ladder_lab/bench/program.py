@@ -9,7 +9,7 @@ import torch
 from ladder_lab.bench.calibration import Prediction
 from ladder_lab.bench.comparison import Passes, WiringComparison
 from ladder_lab.bench.interconnect import start_ranks
-from ladder_lab.bench.options import BenchmarkOptions, Case, parse_alpha
+from ladder_lab.bench.options import TRAINING, BenchmarkOptions, Case, parse_alpha
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.results import BenchmarkRow, results_table
 from ladder_lab.bench.sizes import find_size
@@ -86,7 +86,7 @@ def select_case_operations(case: Case, compiled: Literal["auto", "true", "false"
     """Return the operations that training, or generation, uses on this device."""
     if compiled == "true":
         require_compiler("--compile-sub-blocks", device)
-    if case == "train":
+    if case in TRAINING:
         return select_operations("auto", compiled, device)[0]
     return compile_operations(Operations()) if compiled == "true" else Operations()
 

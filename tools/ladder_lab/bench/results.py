@@ -9,10 +9,11 @@ from ladder_lab.output import markdown_table
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One wiring at one interconnect time: medians of a pass (a decoded token, a prefill, or forward and backward).
+    """One wiring at one interconnect time: medians of a pass (a decoded token, a prefill, forward and backward, or
+    forward).
 
-    An all-reduce takes `alpha_seconds`. The ratio, standard over this wiring, is the median of the rounds' paired
-    ratios, and the spread is their interquartile range.
+    An all-reduce, or between expert-parallel ranks an all-to-all, takes `alpha_seconds`. The ratio, standard over this
+    wiring, is the median of the rounds' paired ratios, and the spread is their interquartile range.
     """
 
     case: str
@@ -44,7 +45,7 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
             wire += f", SMs {row.multiprocessors}, skew {1e6 * row.skew_seconds:g} us"
         table.append(
             {
-                "all-reduce": wire,
+                "wire": wire,
                 "wiring": row.wiring,
                 "ms": f"{1e3 * row.median_seconds:.2f}",
                 "standard / it": f"{row.ratio_to_standard:.3f}",

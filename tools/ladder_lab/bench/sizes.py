@@ -96,6 +96,9 @@ SIZES: dict[str, ModelConfig] = {
     "small-train": _shape("6x512x704x8x8x2048"),
     "small-moe": _shape("8x1024x1408x16x16x4096", **_experts(16, 2, 512, range(8), 384)),
     "small-moe-train": _shape("6x512x704x8x8x2048", **_experts(8, 2, 256, range(6), 192)),
+    "small-ep": _shape("4x512x640x8x8x512", **_experts(8, 2, 320, range(4), 640)),
+    "small-ep-routed": _shape("4x512x640x8x8x512", **_experts(16, 4, 224, range(4), 128)),
+    "small-ep-unshared": _shape("4x512x640x8x8x512", **_experts(16, 4, 224, range(4))),
     "small-hybrid": _qwen_hybrid("4x512x1408x4x2x2048", 8, linear_num_key_heads=4),
     "study-moe-smaller": _shape("8x24x48x2x2x512", **_experts(16, 2, 24, range(8), 24)),
     "study-moe": _shape("8x48x96x2x2x512", **_experts(16, 2, 48, range(8), 48)),
@@ -172,7 +175,8 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores; small-moe*: so do attention and the
-experts that a token uses. small-hybrid: dense, and a quarter as wide as qwen3.6-35b-a3b. study-*: for docs/studies.md.
+experts that a token uses. small-ep*: attention, shared expert and routed experts take 1 : 0.9 : 0.95, 1 : 0.4 : 1.4 and
+1 : 0 : 1.25 on 160 tokens. small-hybrid: dense, and a quarter as wide as qwen3.6-35b-a3b. study-*: for docs/studies.md.
 small-llama: the MLP costs twice as much, as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b
 and paper-4.5b are its deeper ladders, with the 52 layers of 1.55b and 3.9bh in the authors' inference program
 (github.com/mayank31398/ladder-residual-inference, gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ladder_lab.bench.options import Case
+from ladder_lab.bench.options import TRAINING, Case
 from ladder_lab.bench.variants import Variant
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup
@@ -25,7 +25,7 @@ from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
 
 INITIAL_STD = 0.02
-"""Standard deviation of all matrices."""
+"""Standard deviation of all matrices but the embedding's."""
 ALIGNMENT = 128
 """Elements."""
 
@@ -50,17 +50,25 @@ class Workload:
     def prepare(self, model: LanguageModel, mesh: ProcessMesh, runs: int) -> Iterator[Callable[[], object]]:
         """Provide the function to time, which can be called `runs` times; each call runs `units` passes.
 
-        Token ids are identical on every rank and for every model. The end of the block frees a captured step.
+        Token ids are identical for every model, and differ between data-parallel ranks. The end of the block frees a
+        captured step.
         """
 
         def requests(new_tokens: int) -> list[GenerationRequest]:
             # Greedy, because a sampled token might belong to an emulated rank.
-            ids = _random_ids(model.config, self.batch, self.sequence)
+            ids = _random_ids(model.config, self.batch, self.sequence, seed=0)
             return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
 
-        if self.case == "train":
-            ids = _random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
-            with training_pass(model, lambda: model(ids[:, :-1], ids[:, 1:]), self.cuda_graph) as train:
+        if self.case in TRAINING:
+            ids = _random_ids(model.config, self.batch, self.sequence + 1, mesh.data.rank)
+            ids = ids.to(model.embedding.weight.device)
+            forward = functools.partial(model, ids[:, :-1], ids[:, 1:])
+            if self.case == "forward":
+                yield torch.no_grad()(forward)
+                return
+            # The host reads how many tokens arrive.
+            captures = self.cuda_graph and not model.stack.divides_experts
+            with training_pass(model, forward, captures) as train:
                 yield train
             return
         captures = self.cuda_graph and not waits_for_choices(model)
@@ -105,9 +113,9 @@ def training_pass(model: nn.Module, loss: Callable[[], Tensor], cuda_graph: bool
         parameter.grad = None
 
 
-def _random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:
+def _random_ids(model: ModelConfig, batch: int, length: int, seed: int) -> torch.Tensor:
     """Return token ids [batch, length], the same in every process."""
-    return torch.randint(0, model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def build_models(
@@ -120,7 +128,7 @@ def build_models(
     device: torch.device,
     operations: Operations | None = None,
 ) -> dict[str, LanguageModel]:
-    """Build a model of each variant, with timed reduces or with none.
+    """Build a model of each variant, with timed collectives of expert- or tensor-parallel ranks, or with none.
 
     All models share the memory of one: their matrices are views of the same random numbers.
 
@@ -135,10 +143,9 @@ def build_models(
             mirrored_backward=variant.mirrored_backward,
             operations=operations or Operations(),
         )
-        config = variant.wiring.of(shape, link.size)
-        models[variant.name] = LanguageModel(
-            config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
-        )
+        config = variant.wiring.of(shape, mesh.tensor.size)
+        of_variant = replace(mesh, experts=group) if mesh.experts.size > 1 else replace(mesh, tensor=group)
+        models[variant.name] = LanguageModel(config, of_variant, options, dtype=dtype, device=torch.device("meta"))
 
     def reserved(model: LanguageModel) -> int:
         return sum(_room(matrix) for module in model.modules() for matrix in module.parameters(recurse=False))
@@ -169,6 +176,9 @@ def build_models(
                 setattr(module, name, nn.Parameter(values))
             for name, state in module.named_buffers(recurse=False):
                 setattr(module, name, torch.zeros_like(state, device=device))
+        # Streams that differ more between tokens than sub-blocks add, so that tokens choose different experts.
+        with torch.no_grad():
+            model.embedding.weight.normal_(generator=torch.Generator(device).manual_seed(2))
     return models
 
 

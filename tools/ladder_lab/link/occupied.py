@@ -1,4 +1,4 @@
-"""A tensor-parallel group of which one process plays rank 0, on one GPU: it measures what the peers would cost it.
+"""A group of which one process plays rank 0, on one GPU: it measures what the peers would cost it.
 
 A rank computes its part whether or not its peers exist. Each collective is a kernel on a stream of high priority, as on
 one NCCL communicator:
@@ -9,7 +9,7 @@ one NCCL communicator:
 The kernel takes multiprocessors, moves the message through memory, and ends when its time is over. There is one time
 for each size of message, in device memory, so replays of a captured step can take other times. The time is given: it
 does not grow while other kernels use the memory, and no peer writes to it. Results are wrong: a sum is this rank's
-part, and a gather repeats its rows, with a copy before the kernel.
+part, a gather repeats its rows, and an all-to-all returns them, with a copy before the kernel.
 
 On a CPU, the kernel only counts.
 """
@@ -107,6 +107,14 @@ class OccupiedGroup(CommGroup):
         is_part = whole.data_ptr() == tensor.data_ptr()
         return whole, self._start(whole, 0.5, [(parts[1:] if is_part else parts, tensor.data)])
 
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
+        """Return this rank's rows in place of those that would arrive, and their numbers in place of the others'.
+
+        So as many arrive as were sent, as if all ranks' choices were the same.
+        """
+        into = torch.empty_like(rows)
+        return into, self._start(into, 1.0, [(into.data, rows.data)], rows.nbytes // 2)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Leave this rank's part in `tensor` and return it."""
         self.start_all_reduce(tensor).wait()
@@ -123,9 +131,19 @@ class OccupiedGroup(CommGroup):
         self._start(tensor, 0.5).wait()
         return tensor
 
-    def _start(self, message: Tensor, share: float, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> Work:
-        """Occupy the GPU for a share of the time of an all-reduce of the message, after copies (into, from)."""
-        slot = self._slot(Message(message.nbytes, self.size, share))
+    def _start(
+        self,
+        message: Tensor,
+        share: float,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        reduced_bytes: int | None = None,
+    ) -> Work:
+        """Occupy the GPU for a share of the time of an all-reduce of the message, after copies (into, from).
+
+        `reduced_bytes`: of the all-reduce, if they are not those of the message.
+        """
+        num_bytes = message.nbytes if reduced_bytes is None else reduced_bytes
+        slot = self._slot(Message(num_bytes, self.size, share))
 
         def occupy() -> Any:
             for into, source in copies:

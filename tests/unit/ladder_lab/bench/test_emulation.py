@@ -112,6 +112,38 @@ def test_a_rank_starts_the_collectives_of_its_wiring(case: Case) -> None:
     assert found == {name: {one: units * count for one, count in of.items()} for name, of in wanted.items()}
 
 
+@pytest.mark.parametrize(("case", "combines", "dispatches"), [("forward", 1, 1), ("train", 2, 2)])
+def test_an_expert_parallel_rank_exchanges_balanced_rows(case: Case, combines: int, dispatches: int) -> None:
+    """Each token leaves for two experts, with a weight for each, and half of a message is counted, as in a reduce."""
+    wirings = ("standard", "farskip", "shortcut", "staleness-2", "no-comm")
+    options = BenchmarkOptions(ep=RANKS, emulate=True, wirings=wirings, rounds=4)
+    comparison = WiringComparison(options, find_size("small-ep"), RankInfo(0, 1, 0), CPU)
+    group = comparison.interconnect.emulated
+    assert group is not None
+    rows = BATCH * SEQUENCE * 2
+    layer = {
+        Message(4 * 8 // 2, RANKS): 1,
+        Message(4 * rows * 513 // 2, RANKS): dispatches,
+        Message(4 * rows * 512 // 2, RANKS): combines,
+    }
+    with comparison.prepare(Workload(case, BATCH, SEQUENCE), comparison.compared, 1) as passes:
+        for name in wirings:
+            launches = new_launches(group, passes[name])
+            assert launches == ({} if name == "no-comm" else {one: 4 * count for one, count in layer.items()})
+        comparison.interconnect.no_comm.messages.clear()
+        passes["no-comm"]()
+    assert comparison.interconnect.no_comm.messages == {one: 4 * count for one, count in layer.items()}
+
+
+def test_no_communication_leaves_every_rank_its_own_rows() -> None:
+    rows, counts = torch.arange(12.0).view(6, 2), torch.tensor([[1, 2], [3, 0]])
+    for group in (OccupiedGroup(2, CPU, 1), NoCommGroup(CommGroup(range(2), 0, None))):
+        received, _ = group.start_all_to_all(counts, [1, 1], [1, 1])
+        assert received.equal(counts)
+        arriving, _ = group.start_all_to_all(rows, counts.sum(1).tolist(), received.sum(1).tolist())
+        assert arriving.equal(rows)
+
+
 @pytest.mark.parametrize("case", ["decode", "prefill", "train"])
 def test_no_wiring_hides_the_collectives_of_embedding_and_head(case: Case) -> None:
     prediction = comparison_of(("standard",)).calibrate(Workload(case, BATCH, SEQUENCE, TOKENS))
@@ -392,6 +424,20 @@ class RepeatingGraph:
 
     def close(self) -> None:
         pass
+
+
+def test_an_expert_parallel_command_is_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "forward --emulate --device cpu --ep 8 --wirings shortcut --alpha nvlink 20us --sequence 16 --rounds 4"
+    benchmark.main([*words.split(), "--json", str(tmp_path / "rows.json")])
+    assert f"forward, small-ep, batch 1, rank 0 of {RANKS}" in capsys.readouterr().out
+    rows = [BenchmarkRow(**row) for row in json.loads((tmp_path / "rows.json").read_text())]
+    # Two experts for each of 16 tokens; the weight travels with the token.
+    seconds = {"nvlink": PRESETS["nvlink"].seconds(4 * 16 * 2 * 513 // 2, RANKS), "20us": 20e-6}
+    assert [(row.wiring, row.alpha_seconds) for row in rows] == [
+        (wiring, pytest.approx(seconds[alpha]))
+        for alpha in ("nvlink", "20us")
+        for wiring in ("standard", "shortcut", "no-comm", "no-comm-shortcut")
+    ]
 
 
 @pytest.mark.parametrize("case", ["decode", "prefill", "train"])

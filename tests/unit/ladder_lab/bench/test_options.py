@@ -27,6 +27,12 @@ def test_one_gpu_has_an_emulated_interconnect() -> None:
     assert (options.alpha, options.comm_sms, options.cuda_graph) == (("0", "nvlink", "2c"), (1, 16), True)
 
 
+def test_an_interconnect_of_tensor_or_of_expert_parallel_ranks() -> None:
+    parsed = [parse_benchmark(one.split())[1] for one in ("train", "train --tp 4", "forward --ep 8 --emulate")]
+    assert [(one.tensor_parallel, one.ranks) for one in parsed] == [(2, 2), (4, 4), (1, 8)]
+    assert [one.sizes for one in parsed] == [("small-train",), ("small-train",), ("small-ep",)]
+
+
 def test_only_gpus_have_graphs_by_default() -> None:
     words = ["train", "train --device cuda", "train --device cuda --no-cuda-graph"]
     assert [parse_benchmark(one.split())[1].cuda_graph for one in words] == [False, True, False]
@@ -45,6 +51,21 @@ def test_all_errors_are_reported_together() -> None:
             "decode --emulate --tp 3",
             ["--tp 3 does not divide --sizes small: --num-attention-heads", "--tp 3 does not divide --sizes small"],
         ),
+        ("train --ep 2 --tp 2", ["--tp 2 and --ep exclude each other"]),
+        (
+            "decode --ep 3 --device cuda --sizes small",
+            [
+                "--ep requires train or forward",
+                "--ep requires --device cpu or --emulate",
+                "--ep 3 does not divide the 0",
+            ],
+        ),
+        (
+            "train --ep 3 --sizes small-moe --wirings desync-2x",
+            ["--ep 3 does not divide the 16", "--wirings desync-2x"],
+        ),
+        ("train --ep 8 --alpha dgx-spark", ["--alpha dgx-spark: known for 2 ranks, found 8: change --ep"]),
+        ("train --clock processor --emulate", ["--clock processor and --emulate exclude each other"]),
         ("decode --device cuda --comm-sms 1 16", ["--comm-sms 1 16: several values require --emulate"]),
         (
             "train --emulate --tp-all-reduce symmetric --device cuda --alpha 1c",
