@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses, RunPass
 from megatron_ladder.engine.optimizer import distribute_matrices
-from megatron_ladder.engine.schedule import Pass, PassClock, Slot, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Arrival, Pass, PassClock, Send, Slot, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales, StageInputs
 from megatron_ladder.model.stats import PassStats, StepStats
@@ -89,7 +89,7 @@ class Engine:
             if leaving.requires_grad:
                 # Not the state itself, which is freed when it has been sent.
                 graphs[work._replace(is_forward=False)] = received, leaving if ends else get_gradient_edge(leaving)
-            return leaving.detach()
+            return None if ends else leaving.detach()
 
         def run_measured(work: Pass, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
             with self.passes.measuring(work) if trains and self.passes is not None else nullcontext():
@@ -104,18 +104,31 @@ class Engine:
 
     def _run_slots(self, micro_batches: Sequence[ModelInputs], trains: bool, run_pass: RunPass) -> None:
         inputs: dict[int, StageInputs] = {}
+        states: dict[Pass, Tensor] = {}
+        """What is being received, whole."""
         last_chunk = 0 if trains else self._model.chunks - 1
+        stack = self._model.stack
+        # Neither a graph nor autograd can wait for messages, or send them.
+        has_messages = stack.mirrors and self.passes is None
 
-        def run(work: Pass, received: Tensor | None) -> Tensor | None:
+        def run(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
             number = work.micro_batch
             if work == Pass(True, 0, number):
                 inputs[number] = self._model.stage_inputs(*micro_batches[number])
             is_last = work == Pass(not trains, last_chunk, number)
-            return run_pass(work, inputs.pop(number) if is_last else inputs[number], received)
+            arriving = arrivals if work.is_forward else arrivals[::-1]
+            if not has_messages:
+                for arrival in arrivals:
+                    arrival.wait()
+            with stack.messages.of_pass(arriving, send) if has_messages else nullcontext():
+                result = run_pass(work, inputs.pop(number) if is_last else inputs[number], states.pop(work, None))
+            return () if result is None else self._messages_of(work, result, enters=False)
 
-        def allocate(work: Pass) -> Tensor:
+        def allocate(work: Pass) -> Sequence[Tensor]:
             tokens = micro_batches[work.micro_batch][0]
-            return self._model.allocate_state(tokens, work.chunk, leaves=not work.is_forward)
+            state = self._model.allocate_state(tokens, work.chunk, leaves=not work.is_forward)
+            states[work] = state
+            return self._messages_of(work, state, enters=True)
 
         clock = PassClock(self._device.type == "cuda")
         blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
@@ -124,6 +137,11 @@ class Engine:
             run_schedule(slots, self._mesh.pipeline, run, allocate, clock, receives_early=not blocks)
         if trains:
             self.clock = clock
+
+    def _messages_of(self, work: Pass, state: Tensor, enters: bool) -> Sequence[Tensor]:
+        """Return the messages of what enters or leaves a pass, in the order in which they are sent."""
+        messages = self._model.messages_of(state, work.chunk, leaves=work.is_forward is not enters)
+        return messages if work.is_forward else messages[::-1]
 
     def forward(self, inputs: StageInputs, **options: Any) -> tuple[Tensor, PassStats]:
         """See `LanguageModel.stage`."""

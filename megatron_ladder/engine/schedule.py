@@ -19,6 +19,10 @@ in flight. Rank 1 in slots 4 and 5 (`>`: starts, `.`: waits for):
     > receive 3 of rank 0,  . 1' of slot 3,  [pass 1'],  . send of slot 3,  > send 1' to rank 0
     > receive 2' of rank 2, . 3 of slot 4,   [pass 3],   . send 1',         > send 3 to rank 2
 
+A transfer may have several messages, in an order that both ranks know (`model/cut.py`). A pass may send the first ones
+before it ends, and waits for the second and later ones where it reads them. Their receives start after the pass of the
+slot, because a receive cannot start before the messages ahead of it have moved.
+
 No rank can wait for another in a circle, even if a message moves only when both ranks have started it and after the
 earlier messages of the same ranks in the same direction, as with NCCL: what a rank does in a slot waits for messages of
 earlier slots only. This needs a group for each direction, because rank 1 has started to receive from rank 2 when it
@@ -32,13 +36,14 @@ slot, sender and receiver.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.model.cut import send_at_the_end
 
 
 class Pass(NamedTuple):
@@ -159,14 +164,35 @@ class PassClock:
         return sum(times[1::2]) - sum(times[::2]), times[-1] - times[0] if times else 0.0
 
 
-RunPass = Callable[[Pass, Tensor | None], Tensor | None]
-"""Runs a pass with what it receives, None at the ends of the model, and returns what it sends, if anything: a forward
-pass maps the state that enters a chunk to the one that leaves it, a backward pass their gradients the other way.
+class Arrival:
+    """A message that a rank receives."""
 
-The result is read until the rank's pass of the next slot has ended."""
-Allocate = Callable[[Pass], Tensor]
-"""Returns the buffer of what a pass receives. It is written from before the pass of the slot at whose end the message
-is sent until the pass that receives it begins."""
+    def __init__(self, message: Tensor, work: Work, clock: PassClock) -> None:
+        self._message = message
+        self._work: Work | None = work
+        self._clock = clock
+
+    def wait(self) -> Tensor:
+        """Return the message when it has arrived; may be called again."""
+        if self._work is not None:
+            self._clock.mark()
+            self._work.wait()
+            self._clock.mark()
+            self._work = None
+        return self._message
+
+
+Send = Callable[[Tensor], None]
+"""Starts to send the next message of the running pass, or leaves it for the end of the pass."""
+RunPass = Callable[[Pass, Sequence[Arrival], Send], Sequence[Tensor]]
+"""Runs a pass with the messages that it receives, none at the ends of the model, and returns the messages that it
+sends, if any: a forward pass maps the state that enters a chunk to the one that leaves it, a backward pass their
+gradients the other way. The first message has arrived. The pass may itself send the first of its messages.
+
+The results are read until the rank's pass of the next slot has ended."""
+Allocate = Callable[[Pass], Sequence[Tensor]]
+"""Returns the buffers of the messages that a pass receives, in the order in which they are sent. They are written from
+before the pass of the slot in which the messages are sent until the pass that receives them has waited for them."""
 
 
 def run_schedule(
@@ -182,35 +208,52 @@ def run_schedule(
     Nothing is kept of what has been sent. Without `receives_early`, sends and receives start in the order for launches
     that block.
     """
+    early = 1 if receives_early else 0
+    """The number of messages of a transfer that are received under the pass before it."""
     clock.mark()
-    arriving: dict[Pass, tuple[Tensor, Work]] = {}
-    sending: tuple[Tensor, Work] | None = None
+    arriving: dict[Pass, list[Arrival]] = {}
+    sending: list[tuple[Tensor, Work]] = []
 
-    def start_receive(transfer: Transfer) -> None:
-        buffer = allocate(transfer.read_by)
-        arriving[transfer.read_by] = buffer, pipeline.start_receive(buffer, transfer.source)
+    def start_send(target: int, message: Tensor) -> None:
+        sending.append((message, pipeline.start_send(message, target)))
 
-    def wait_for(in_flight: tuple[Tensor, Work] | None) -> Tensor | None:
-        if in_flight is None:
-            return None
-        clock.mark()
-        in_flight[1].wait()
-        clock.mark()
-        return in_flight[0]
+    def start_receives(transfer: Transfer, buffers: Sequence[Tensor]) -> None:
+        started = [Arrival(buffer, pipeline.start_receive(buffer, transfer.source), clock) for buffer in buffers]
+        arriving.setdefault(transfer.read_by, []).extend(started)
+
+    def wait_for(sent: list[tuple[Tensor, Work]]) -> None:
+        for _, work in sent:
+            clock.mark()
+            work.wait()
+            clock.mark()
+
+    def run(work: Pass, send: Send) -> Sequence[Tensor]:
+        arrivals = arriving.pop(work, [])
+        for arrival in arrivals[:1]:
+            arrival.wait()
+        messages = run_pass(work, arrivals, send)
+        for arrival in arrivals:
+            arrival.wait()
+        return messages
 
     for work, transfers in slots:
-        receives = [transfer for transfer in transfers if transfer.target == pipeline.rank]
-        if receives_early:
-            for transfer in receives:
-                start_receive(transfer)
-        result = None if work is None else run_pass(work, wait_for(arriving.pop(work, None)))
-        wait_for(sending)
-        sending = None
+        targets = [transfer.target for transfer in transfers if transfer.source == pipeline.rank]
+        receives = {transfer: allocate(transfer.read_by) for transfer in transfers if transfer.target == pipeline.rank}
+        for transfer, buffers in receives.items():
+            start_receives(transfer, buffers[:early])
+        earlier = sending
+        sending = []
+        messages: Sequence[Tensor] = ()
+        if work is not None:
+            send = partial(start_send, targets[0]) if targets and early else send_at_the_end
+            messages = run(work, send)
+        wait_for(earlier)
         for transfer in transfers:
             if transfer.source == pipeline.rank:
-                assert result is not None
-                sending = result, pipeline.start_send(result, transfer.target)
-            elif not receives_early:
-                start_receive(transfer)
+                assert messages
+                for message in messages[len(sending) :]:
+                    start_send(transfer.target, message)
+            else:
+                start_receives(transfer, receives[transfer][early:])
     wait_for(sending)
     clock.mark()

@@ -38,7 +38,8 @@ gradients cross complete: g at the cut, and the gradient of each output as far a
 lists the positions.
 
 Output gradients of divided experts need an all-to-all. Each all-to-all starts as soon as g includes the inputs from f_j
-on, and overlaps with the sub-blocks in between. In such models, gradients cross cuts complete.
+on, and overlaps with the sub-blocks in between. In such models, gradients cross cuts complete, and those of experts'
+outputs ahead of the others (`cut.py`).
 
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
@@ -60,9 +61,10 @@ from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import Crossing, StreamLayout, share_gradient
+from megatron_ladder.model.cut import StateMessages, output_slots
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stats import PassStats
-from megatron_ladder.model.sub_block import SequenceContext, SubBlock, output_slots, walk
+from megatron_ladder.model.sub_block import SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.products import InputGradient, reached_by_backward
 from megatron_ladder.torch_private import run_backward
 
@@ -150,8 +152,9 @@ class ForwardRecord:
         layout: StreamLayout,
         queue: CudaSideQueue | None,
         state_trains: bool,
-        crossing_norms: Collection[RMSNorm] = (),
-        overlap: bool = True,
+        crossing_norms: Collection[RMSNorm],
+        overlap: bool,
+        messages: StateMessages,
     ) -> None:
         """Prepare a pass over sub-blocks from `first` on; `queue` prepares inputs ahead.
 
@@ -166,6 +169,7 @@ class ForwardRecord:
         self.sharded = self.layout.shards > 1
         self.queue = queue
         self.overlap = overlap
+        self.messages = messages
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
         norms = Counter(step.norm for step in steps if not step.shares_input)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
@@ -187,7 +191,7 @@ class ForwardRecord:
 
     def walk(self, state: Tensor) -> tuple[Tensor, PassStats]:
         """Walk the range forward."""
-        return walk(state, self, self.plan, self.first, self.layout, self.queue, self.overlap)
+        return walk(state, self, self.plan, self.first, self.layout, self.queue, self.overlap, self.messages)
 
     def walk_backward(self, entered: torch.Size, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> Tensor | None:
         """Return the gradient of the state that entered, which had this shape, if it needs one."""
@@ -331,24 +335,29 @@ class BackwardWalk:
         self._losses = losses
         self._stream_gradient = state_gradient[0]
         """g."""
+        self._arriving = record.messages.stream
+        """The handle of g where it enters."""
         self._next_position = self._plan.start
         """The newest position whose gradient g might not include yet."""
         self._reduces: dict[int, Callable[[], Tensor | None]] = {}
         """Positions that g does not include yet, or the first of several that crossed a cut together, and a function
         that waits for the sum of the gradients over the ranks."""
-        self._complete: dict[int, Tensor] = {}
+        self._complete: dict[int, InFlight] = {}
         """Outputs and their gradients."""
         self._crossing: list[Tensor | None] = [None for _ in self._plan.crossing]
         """The sums of the gradients that cross to the range before, by output that crosses."""
         self._started: dict[int, InFlight] = {}
         """Gradients of outputs that have been started ahead."""
+        entered = reversed(record.plan.missing(record.first)) if record.state_trains else ()
         self._exchanged = deque(
-            output for output in record.backward_order if record.steps[output - record.first].wired.moves_tokens
+            output for output in (*record.backward_order, *entered) if output in record.plan.complete
         )
+        """Outputs whose gradients are sent to other ranks, as far as this has not started."""
         left = record.plan.missing(record.last)
         gradients = [self._in_slots(slots) for slots in output_slots(state_gradient, left, record.plan)]
         if not self._plan.crosses_unreduced:
-            self._complete.update(zip(left, gradients, strict=True))
+            handles = record.messages.of_outputs(left, record.plan)
+            self._complete.update(zip(left, map(InFlight, gradients, handles), strict=True))
             return
         for positions, unreduced in reversed([*zip(self._plan.behind, gradients, strict=True)]):
             if positions:
@@ -368,7 +377,7 @@ class BackwardWalk:
             gradient = self._wait_for_gradient(position)
             if following is not None:
                 record.gather_again(following - record.first)
-                self._start_ahead(position, following)
+            self._start_ahead(position, following)
             with record.steps[step].named("backward"):
                 self._differentiate(position, graphs, gradient)
         if not record.state_trains:
@@ -383,7 +392,7 @@ class BackwardWalk:
         gradients: Sequence[Tensor | None] = self._crossing
         entering = self._record.plan.missing(self._record.first)
         if not self._plan.crosses_unreduced:
-            gradients = [self._output_gradient(output) for output in reversed(entering)][::-1]
+            gradients = [self._wait_for_gradient(output) for output in reversed(entering)][::-1]
         self._advance(self._plan.first_reduced)
         state_gradient = self._stream_gradient.new_zeros(entered)
         state_gradient[0] = self._stream_gradient
@@ -410,7 +419,7 @@ class BackwardWalk:
         earlier = self._crossing[index]
         self._crossing[index] = unreduced if earlier is None else earlier + unreduced
 
-    def _start_ahead(self, position: int, following: int) -> None:
+    def _start_ahead(self, position: int, following: int | None) -> None:
         """Start the gradients of outputs that do not depend on the sub-block that is about to run: of those that
         need an all-to-all, and with a side queue, that of the next one."""
         record, arrivals = self._record, self._record.plan.arrivals
@@ -419,8 +428,13 @@ class BackwardWalk:
             self._exchanged.popleft()
         while self._exchanged and arrivals[self._exchanged[0]] > position:
             ready.append(self._exchanged.popleft())
-        is_next = record.queue is not None and record.gathers(following - record.first)
-        if is_next and arrivals[following] > position and following not in (*ready, *self._started):
+        if (
+            following is not None
+            and record.queue is not None
+            and record.gathers(following - record.first)
+            and arrivals[following] > position
+            and following not in (*ready, *self._started)
+        ):
             ready.append(following)
         for output in ready:
             start = functools.partial(self._start_gradient, output)
@@ -434,6 +448,11 @@ class BackwardWalk:
     def _start_gradient(self, position: int) -> InFlight:
         """Start to bring the gradient of an output to the ranks that have computed it."""
         record, step = self._record, position - self._record.first
+        if step < 0:
+            gradient = self._output_gradient(position)
+            if position in record.plan.complete:
+                record.messages.send(gradient)
+            return InFlight(gradient, None)
         if not record.gathers(step):
             return InFlight(self._output_gradient(position), None)
         with record.steps[step].named("gather"):
@@ -446,18 +465,21 @@ class BackwardWalk:
         return (started or self._start_gradient(position)).wait()
 
     def _output_gradient(self, output: int) -> Tensor:
-        self._advance(self._record.plan.arrivals[output])
-        return self._complete.pop(output)
+        if output not in self._complete:
+            self._advance(self._record.plan.arrivals[output])
+        return self._complete.pop(output).wait()
 
     def _advance(self, position: int) -> None:
         """Make g include the inputs from `position` on, and take from it the gradients of outputs on the way."""
+        if self._arriving is not None:
+            self._arriving.wait()
         while self._next_position >= position:
             if self._next_position in self._reduces:
                 gradient = self._reduces.pop(self._next_position)()
                 assert gradient is not None, "an input below the weights that train"
                 self._stream_gradient = self._stream_gradient + gradient
             for output in self._plan.completed[self._next_position]:
-                self._complete[output] = self._stream_gradient
+                self._complete[output] = InFlight(self._stream_gradient, None)
             self._next_position -= 1
 
     def _differentiate(self, position: int, graphs: LocalGraphs, gradient: Tensor) -> None:

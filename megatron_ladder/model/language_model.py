@@ -307,8 +307,12 @@ class LanguageModel(nn.Module):
         """Return a buffer for the state that enters, or leaves, a chunk with these token ids [b, s]."""
         rows, length = tokens.shape
         slots = self.stack.slots_out(chunk) if leaves else self.stack.slots_in(chunk)
-        shape = slots, length // self.stack.layout.shards, rows, self.config.hidden_size
+        shape = sum(slots), length // self.stack.layout.shards, rows, self.config.hidden_size
         return next(self.stack.parameters()).new_empty(shape)
+
+    def messages_of(self, state: Tensor, chunk: int, leaves: bool = False) -> Sequence[Tensor]:
+        """Return the messages of the state that enters, or leaves, a chunk, or of its gradient."""
+        return state.split(self.stack.slots_out(chunk) if leaves else self.stack.slots_in(chunk))
 
     def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.

@@ -37,6 +37,7 @@ from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.backward import BackwardWalk, ForwardRecord, LocalGraphs, run_norm_backward
+from megatron_ladder.model.cut import StateMessages, output_slots
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.stats import PassStats
@@ -46,7 +47,6 @@ from megatron_ladder.model.sub_block import (
     ForwardPass,
     SequenceContext,
     SubBlock,
-    output_slots,
     walk,
 )
 from megatron_ladder.parallel.products import InputGradient
@@ -150,14 +150,15 @@ def walk_own_partials(
     first: int,
     layout: StreamLayout,
     queue: CudaSideQueue | None,
-    overlap: bool = True,
+    overlap: bool,
+    messages: StateMessages,
 ) -> tuple[Tensor, PassStats]:
     """Walk a range of sub-blocks whose bodies are `LaneBodies`; see `walk`."""
     entering, leaving = plan.missing(first), plan.missing(first + len(forward.steps))
     parts = dict(zip(entering, output_slots(state, entering, plan), strict=True))
     lanes = _LanesPass(forward, plan, first, parts)
     summed = torch.stack([state[0], *map(_sum_lanes, parts.values())])
-    left, stats = walk(summed, lanes, plan, first, layout, queue, overlap)
+    left, stats = walk(summed, lanes, plan, first, layout, queue, overlap, messages)
     return torch.cat([left[:1], *(lanes.parts[output] for output in leaving)]), stats
 
 
@@ -166,7 +167,8 @@ class OwnPartialsRecord(ForwardRecord):
 
     def walk(self, state: Tensor) -> tuple[Tensor, PassStats]:
         """See `ForwardRecord.walk`."""
-        return walk_own_partials(state, self, self.plan, self.first, self.layout, self.queue, self.overlap)
+        arguments = self.plan, self.first, self.layout, self.queue, self.overlap, self.messages
+        return walk_own_partials(state, self, *arguments)
 
     def walk_backward(self, entered: torch.Size, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> Tensor | None:
         """See `ForwardRecord.walk_backward`."""

@@ -2,8 +2,8 @@
 
 A pipeline can cut a model of any wiring at any layer. The stream, and the outputs that the first sub-block behind the
 cut misses, cross it as one tensor. These outputs cross unreduced: the next range starts their reduce, which runs under
-its first sub-block. Those of experts that expert-parallel ranks divide are no partial sums, and cross complete. Outside
-the rule is desync, which has a separate walk (`desync.py`).
+its first sub-block. Those of experts that expert-parallel ranks divide are no partial sums, and cross complete
+(`cut.py`). Outside the rule is desync, which has a separate walk (`desync.py`).
 """
 
 import functools
@@ -24,6 +24,7 @@ from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, MirrorPlan, walk_mirrored
 from megatron_ladder.model.bodies import MLP, MixerBody, MixerMLP
+from megatron_ladder.model.cut import StateMessages, slots_of_messages
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import DividedExperts, Experts
 from megatron_ladder.model.mixers.mixer import Heads
@@ -96,6 +97,8 @@ class TransformerStack(nn.Module):
 
     Attributes:
         loss_names: names of the losses that bodies of the whole model return.
+        messages: those of the pass that runs.
+        mirrors: whether backward follows the mirrored rule, and so waits for messages where it reads them.
     """
 
     def __init__(self, build: BuildContext, chunks: Sequence[range], options: StackOptions) -> None:
@@ -124,17 +127,18 @@ class TransformerStack(nn.Module):
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
+        self.messages = StateMessages()
         self.side_queue: CudaSideQueue | None = None
         self.desync = config.wiring.stream == "per rank"
         communicates = mesh.tensor.size > 1 or self.divides_experts
-        self._mirrors = options.tp_overlap and options.mirrored_backward and communicates and not self.desync
-        self._marks_norms = self._mirrors and mesh.tensor.size > 1 and mesh.stream.shards == 1
+        self.mirrors = options.tp_overlap and options.mirrored_backward and communicates and not self.desync
+        self._marks_norms = self.mirrors and mesh.tensor.size > 1 and mesh.stream.shards == 1
         """Whether only some norms have partial gradients: those of sub-blocks whose gradients cross cuts unreduced."""
         self._slots_per_output = mesh.stream.shards
         self._walk = walk
         self._record = ForwardRecord
         if config.lanes:
-            self._mirrors, self._marks_norms = True, False
+            self.mirrors, self._marks_norms = True, False
             self._slots_per_output = local_lanes(config, mesh.tensor.size)
             self._walk = walk_own_partials
             self._record = OwnPartialsRecord
@@ -170,17 +174,16 @@ class TransformerStack(nn.Module):
         first = {heads.mixer.name: heads for heads in reversed(self._all_heads)}
         return context._replace(prepared={name: heads.prepare(context) for name, heads in first.items()})
 
-    def slots_in(self, chunk: int) -> int:
-        """Number of slots of the state that enters a chunk: the stream, and the missing outputs."""
+    def slots_in(self, chunk: int) -> list[int]:
+        """Number of slots of each message of the state that enters a chunk: the stream, and the missing outputs."""
         return self._slots_before(self._firsts[chunk])
 
-    def slots_out(self, chunk: int) -> int:
-        """Number of slots of the state that leaves a chunk."""
+    def slots_out(self, chunk: int) -> list[int]:
+        """Number of slots of each message of the state that leaves a chunk."""
         return self._slots_before(self._firsts[chunk] + len(self._steps[chunk]))
 
-    def _slots_before(self, sub_block: int) -> int:
-        missing = self.plan.missing(sub_block)
-        return 1 + sum(1 if output in self.plan.complete else self._slots_per_output for output in missing)
+    def _slots_before(self, sub_block: int) -> list[int]:
+        return slots_of_messages(self.plan.missing(sub_block), self.plan, self._slots_per_output)
 
     def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> tuple[Tensor, PassStats]:
         """Map the state that enters a chunk to the one that leaves it, and to the sums of what its bodies return."""
@@ -192,14 +195,16 @@ class TransformerStack(nn.Module):
             return walk_desync(state[0], steps, context).unsqueeze(0), PassStats()
         queue = self.side_queue if overlap else None
         trains = torch.is_grad_enabled() and (state.requires_grad or any(step.trains for step in steps))
-        if trains and self._mirrors:
+        if trains and self.mirrors:
             norms = self._crossing_norms[chunk]
-            arguments = steps, context, self.plan, first, self.layout, queue, state.requires_grad, norms, overlap
-            state, stats = walk_mirrored(state, self._record(*arguments))
+            of_range = steps, context, self.plan, first, self.layout
+            record = self._record(*of_range, queue, state.requires_grad, norms, overlap, self.messages)
+            state, stats = walk_mirrored(state, record)
         else:
             forward = AutogradPass(steps, context)
             with torch.set_grad_enabled(trains):
-                state, stats = self._walk(state, forward, self.plan, first, self.layout, queue, overlap)
+                options = queue, overlap, self.messages
+                state, stats = self._walk(state, forward, self.plan, first, self.layout, *options)
         return state, self._sum_over_sequence(stats)
 
     def _sum_over_sequence(self, stats: PassStats) -> PassStats:

@@ -16,7 +16,8 @@ ranks, this is the layout of the stream.
 
 Layouts: the stream and the outputs added to it are [s, b, h], or this rank's positions of that (`comm/stream.py`);
 bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the missing outputs as
-unreduced partial sums, [1 + pending x shards, s / shards, b, h]. A sub-block's position is its number in the model.
+unreduced partial sums, [1 + pending x shards, s / shards, b, h] (`cut.py`). A sub-block's position is its number in the
+model.
 
 Routed experts that expert-parallel ranks divide (`blueprint/expert_parallel.py`) read tokens of all these ranks, and
 their outputs are complete: they cross a cut as [1, s / shards, b, h]. Their tokens come from other ranks, so the walk
@@ -42,6 +43,7 @@ from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span
 from megatron_ladder.comm.stream import Crossing, StreamLayout
+from megatron_ladder.model.cut import StateMessages, output_slots
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stats import PassStats
@@ -262,7 +264,8 @@ def walk(
     first: int,
     layout: StreamLayout,
     queue: CudaSideQueue | None,
-    overlap: bool = True,
+    overlap: bool,
+    messages: StateMessages,
 ) -> tuple[Tensor, PassStats]:
     """Walk a range of sub-blocks by the rule at the top of this file.
 
@@ -273,12 +276,13 @@ def walk(
         queue: prepares the input of the next sub-block (wait, add, norm, gather) under the current one where the plan
             allows it; None prepares it when the sub-block starts.
         overlap: whether outputs and tokens stay in flight; otherwise they are waited for at once.
+        messages: those of the state.
 
     Returns:
         The state that leaves, whose missing outputs are unreduced or complete, and the sums of what inputs and bodies
         count.
     """
-    return _ForwardWalk(forward, plan, first, layout, queue, overlap).run(state)
+    return _ForwardWalk(forward, plan, first, layout, queue, overlap, messages).run(state)
 
 
 class _ForwardWalk(Generic[Input]):
@@ -290,6 +294,7 @@ class _ForwardWalk(Generic[Input]):
         layout: StreamLayout,
         queue: CudaSideQueue | None,
         overlap: bool,
+        messages: StateMessages,
     ) -> None:
         self._forward = forward
         self._steps = forward.steps
@@ -298,6 +303,7 @@ class _ForwardWalk(Generic[Input]):
         self._layout = layout
         self._queue = queue
         self._overlap = overlap
+        self._messages = messages
         # Outputs that enter and leave may include some that this range neither makes nor sees.
         self._leaving = plan.missing(self._last)
         self._pending: dict[int, InFlight] = {}
@@ -316,9 +322,12 @@ class _ForwardWalk(Generic[Input]):
         plan, queue = self._plan, self._queue
         self._stream = state[0]
         entering = plan.missing(self._first)
-        for output, slots in zip(entering, output_slots(state, entering, plan), strict=True):
-            start = leave_unreduced if output in plan.complete else self._layout.start_write
-            self._launch(output, start, slots.flatten(0, 1).clone())
+        handles = self._messages.of_outputs(entering, plan)
+        for output, slots, handle in zip(entering, output_slots(state, entering, plan), handles, strict=True):
+            if output in plan.complete:
+                self._pending[output] = InFlight(slots.flatten(0, 1), handle)
+            else:
+                self._launch(output, self._layout.start_write, slots.flatten(0, 1).clone())
         stats = PassStats()
         for position, step in enumerate(self._steps, start=self._first):
             if queue is not None and self._ahead:
@@ -337,8 +346,16 @@ class _ForwardWalk(Generic[Input]):
         for output in plan.arriving(self._last):
             if output in self._pending:
                 self._stream = self._stream + self._pending.pop(output).wait()
-        missing = [in_flight.wait().reshape(-1, *self._stream.shape) for in_flight in self._pending.values()]
-        return torch.cat([self._stream.unsqueeze(0), *missing]), stats
+        return self._leaving_state(), stats
+
+    def _leaving_state(self) -> Tensor:
+        complete = [self._pending.pop(output) for output in self._leaving if output in self._plan.complete]
+        partial = [in_flight.wait().reshape(-1, *self._stream.shape) for in_flight in self._pending.values()]
+        state = torch.cat([self._stream.unsqueeze(0), *partial])
+        if not complete:
+            return state
+        self._messages.send(state)
+        return torch.cat([state, *(in_flight.wait().unsqueeze(0) for in_flight in complete)])
 
     def _has_input(self, position: int) -> bool:
         """Whether a sub-block does not take the input of the one before it."""
@@ -402,15 +419,3 @@ class _ForwardWalk(Generic[Input]):
             start = leave_unreduced
         in_flight = start(partial)
         self._pending[position] = in_flight if self._overlap else in_flight.completed()
-
-
-def output_slots(state: Tensor, outputs: Sequence[int], plan: ReadPlan) -> Sequence[Tensor]:
-    """Return the slots of each missing output in a state, or of its gradient in that of a state, [slots, s, b, h].
-
-    A complete output has one, and the others have equally many.
-    """
-    if not outputs:
-        return ()
-    complete = sum(output in plan.complete for output in outputs)
-    of_partial = (len(state) - 1 - complete) // max(1, len(outputs) - complete)
-    return state[1:].split([1 if output in plan.complete else of_partial for output in outputs])

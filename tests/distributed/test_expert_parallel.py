@@ -5,6 +5,7 @@ import gc
 import itertools
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -72,6 +73,12 @@ class Layout(NamedTuple):
     experts: int
     queue: bool = False
     """Whether inputs are prepared ahead, as on a second stream of CUDA."""
+    stages: int = 1
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.ranks // self.tensor
 
 
 LAYOUTS = {
@@ -111,8 +118,9 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def expert_mesh(tensor: int, experts: int, replicas: tuple[int, ...]) -> ProcessMesh:
-    return ProcessMesh.build(tensor, head_replicas=replicas, sequence_parallel=tensor > 1, expert_parallel=experts)
+def expert_mesh(tensor: int, experts: int, replicas: tuple[int, ...], stages: int = 1) -> ProcessMesh:
+    options = {"sequence_parallel": tensor > 1, "expert_parallel": experts}
+    return ProcessMesh.build(tensor, stages, replicas, **options)
 
 
 def build_parts(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How) -> list[LanguageModel]:
@@ -140,13 +148,19 @@ def summed_gradients(model: LanguageModel) -> Pieces:
     return gradient_pieces(model)
 
 
+def freeze(model: LanguageModel, frozen: str) -> None:
+    """Freeze the tensors whose names match."""
+    for parameter, sections in parameter_sections(model):
+        parameter.requires_grad_(not any(re.search(frozen, section.name) for section in sections))
+
+
 def run_case(
     config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch, frozen: str
 ) -> Outcome:
     """Run this rank's micro-batches through one or several ranges of layers; freeze tensors whose names match."""
     parts = build_parts(config, weights, experts, how)
-    for parameter, sections in itertools.chain.from_iterable(map(parameter_sections, parts)):
-        parameter.requires_grad_(not any(re.search(frozen, section.name) for section in sections))
+    for part in parts:
+        freeze(part, frozen)
     data = parts[0].stack.mesh.data
     own = Batch(*(part.chunk(data.size)[data.rank] for part in batch))
     loss_sum, sums = torch.zeros(1, dtype=torch.float64), PassStats()
@@ -186,6 +200,7 @@ def check(
     batch: Batch,
     unused: tuple[int, ...],
     frozen: str = "^$",
+    run: Callable[..., Outcome] = run_case,
     **losses: Any,
 ) -> None:
     config = replace(config, moe_router_enable_expert_bias=True)
@@ -193,8 +208,7 @@ def check(
     weights = weights_without(reference, unused, torch.float64)
     expected_loss, expected = 0.0, dict[str, Tensor]()
     is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
-    data_ranks = how.layout.ranks // how.layout.tensor
-    for part in micro_batches(batch, 1 if is_whole else how.micro_batches * data_ranks):
+    for part in micro_batches(batch, 1 if is_whole else how.micro_batches * how.layout.data):
         totals = batch.targets, int(batch.lengths.sum())
         loss, gradients = reference_gradients(weights, reference, *part[:3], *totals, part.sight)
         expected_loss += loss.item()
@@ -205,7 +219,8 @@ def check(
         reference.moe_aux_loss_coeff, reference.moe_router_load_balancing_type, reference.moe_z_loss_coeff
     )
     expected = {name: gradient for name, gradient in expected.items() if not re.search(frozen, name)}
-    outcomes = gloo_pools(how.layout.ranks).run(run_case, config, weights, experts, how, batch, frozen)
+    ranks = how.layout.ranks * how.layout.stages
+    outcomes = gloo_pools(ranks).run(run, config, weights, experts, how, batch, frozen)
     for loss, loads, _ in outcomes:
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert loads == [routed.loads.tolist() for routed in record]
@@ -356,8 +371,7 @@ def test_backward_keeps_the_rows_that_arrive_and_not_those_sent(gloo_pools: Gloo
 def test_a_micro_batch_of_one_token(gloo_pools: GlooPools, layout: Layout, recompute: int) -> None:
     """Most ranks receive no rows. Attention has nothing to choose, so its queries and keys have no gradient."""
     config = small_model(**WIRINGS["farskip"])
-    data_ranks = layout.ranks // layout.tensor
-    batch = make_batch(config, rows=data_ranks, length=layout.tensor)
+    batch = make_batch(config, rows=layout.data, length=layout.tensor)
     check(gloo_pools, config, How(layout, "overlap", recompute, (1,), 1), batch, (), "[qkv]_proj", **PER_SEQUENCE)
 
 

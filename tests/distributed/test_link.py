@@ -7,6 +7,7 @@ launch, and the link's launch stamp must be between the two.
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ladder_lab.link.clocks import ProcessorClock
 from ladder_lab.link.link import EmulatedLink, LinkWork, MessageWork
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Arrival, Pass, PassClock, Send, make_schedule, run_schedule
 from tests.helpers.pool import GlooPools
 from tests.helpers.schedules import played_seconds
 from tests.helpers.sharded import mesh_of
@@ -316,9 +317,9 @@ def pipeline_steps(chunks: int, count: int, latency: float) -> list[tuple[float,
     def sleep(seconds: float) -> None:
         time.sleep(seconds / chunks)
 
-    def run_pass(work: Pass, received: Tensor | None) -> Tensor:
+    def run_pass(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
         sleep(FORWARD if work.is_forward else BACKWARD)
-        return torch.ones(3)
+        return [torch.ones(3)]
 
     results = []
     with closing(EmulatedLink(all_stages(), latency)) as link:
@@ -326,7 +327,7 @@ def pipeline_steps(chunks: int, count: int, latency: float) -> list[tuple[float,
         for _ in range(4):
             clock = PassClock(is_cuda=False)
             link.barrier()
-            run_schedule(slots, link, run_pass, lambda work: torch.empty(3), clock)
+            run_schedule(slots, link, run_pass, lambda work: [torch.empty(3)], clock)
             results.append(clock.seconds())
     return results
 

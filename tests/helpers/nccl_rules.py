@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.engine.schedule import Pass, PassClock, Slot, run_schedule
+from megatron_ladder.engine.schedule import Arrival, Pass, PassClock, Send, Slot, run_schedule
 
 
 class Computes(NamedTuple):
@@ -140,38 +140,45 @@ def _messages(programs: Sequence[Program]) -> Iterator[tuple[tuple[int, int], tu
 
 
 class Recording:
-    """Runs the executor of a rank, and records what its host launches."""
+    """Runs the executor of a rank, and records what its host launches.
 
-    def __init__(self, stages: int, rank: int, has_two_groups: bool) -> None:
+    Transfers have some messages. A pass of several sends all but the last one when half of its time is over, and waits
+    then for all that it receives.
+    """
+
+    def __init__(self, stages: int, rank: int, has_two_groups: bool, messages: int = 1) -> None:
         self.program: Program = []
+        self._messages = messages
         groups: Any = ("ascending", "descending" if has_two_groups else None)
         self._group = CommGroup(range(stages), rank, *groups)
 
     def run(self, slots: Sequence[Slot], seconds: Callable[[Pass], float], receives_early: bool) -> Program:
         """Return the program of a rank whose passes take these seconds.
 
-        The number of a message's elements is another for each micro-batch and cut between chunks.
+        The number of a message's elements is another for each micro-batch, cut between chunks and place in a transfer.
         """
         stages = self._group.size
         chunks = 1 + max(slot.work.chunk for slot in slots if slot.work is not None)
         cuts = stages * chunks - 1
 
-        def message(work: Pass, enters: bool) -> Tensor | None:
+        def messages(work: Pass, enters: bool) -> list[Tensor]:
             """Return what a pass receives, or sends."""
             cut = work.chunk * stages + self._group.rank - (work.is_forward is enters)
-            return torch.empty(1 + cut + cuts * work.micro_batch) if 0 <= cut < cuts else None
+            first = self._messages * (cut + cuts * work.micro_batch)
+            return [torch.empty(1 + first + place) for place in range(self._messages)] if 0 <= cut < cuts else []
 
-        def run_pass(work: Pass, received: Tensor | None) -> Tensor | None:
-            expected = message(work, enters=True)
-            assert (received is None) is (expected is None)
-            assert received is None or expected is None or received.shape == expected.shape
-            self.program.append(Computes(seconds(work)))
-            return message(work, enters=False)
+        def run_pass(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
+            self.program.append(Computes(seconds(work) / 2))
+            received = [arrival.wait() for arrival in arrivals]
+            assert [len(message) for message in received] == [len(message) for message in messages(work, enters=True)]
+            sent = messages(work, enters=False)
+            for message in sent[:-1]:
+                send(message)
+            self.program.append(Computes(seconds(work) / 2))
+            return sent
 
-        def allocate(work: Pass) -> Tensor:
-            buffer = message(work, enters=True)
-            assert buffer is not None
-            return buffer
+        def allocate(work: Pass) -> Sequence[Tensor]:
+            return messages(work, enters=True)
 
         with mock.patch.multiple(dist, isend=self._send, irecv=self._receive):
             run_schedule(slots, self._group, run_pass, allocate, PassClock(False), receives_early)
@@ -194,10 +201,11 @@ def programs_of(
     receives_early: bool = True,
     seconds: Callable[[Pass], float] = lambda work: 1.0,
     has_two_groups: bool = True,
+    messages: int = 1,
 ) -> list[Program]:
     """Return the programs of all ranks of a schedule, as the executor launches them."""
     stages = len(schedule)
     return [
-        Recording(stages, rank, has_two_groups).run(slots, seconds, receives_early)
+        Recording(stages, rank, has_two_groups, messages).run(slots, seconds, receives_early)
         for rank, slots in enumerate(schedule)
     ]

@@ -24,15 +24,20 @@ COUNTS = {"few": lambda stages: range(1, stages + 1), "many": lambda stages: ran
 """Numbers of micro-batches for a number of stages."""
 
 
+MESSAGES = {"one message": 1, "two messages": 2, "three messages": 3}
+
+
 @pytest.mark.parametrize(
-    ("stages", "chunks", "trains", "launches", "counts"), pairwise(STAGES, CHUNKS, WORK, LAUNCHES, COUNTS)
+    ("stages", "chunks", "trains", "launches", "counts", "messages"),
+    pairwise(STAGES, CHUNKS, WORK, LAUNCHES, COUNTS, MESSAGES),
 )
 def test_no_rank_waits_for_ever(
-    stages: int, chunks: int, trains: bool, launches: tuple[Rules, bool], counts: Callable[[int], range]
+    stages: int, chunks: int, trains: bool, launches: tuple[Rules, bool], counts: Callable[[int], range], messages: int
 ) -> None:
     rules, receives_early = launches
     for count in counts(stages):
-        programs = programs_of(make_schedule(stages, chunks, count, trains), receives_early)
+        schedule = make_schedule(stages, chunks, count, trains)
+        programs = programs_of(schedule, receives_early, messages=messages)
         # Forward and backward of each chunk, on a rank that waits for nothing.
         assert rules.play(programs) >= (1 + trains) * chunks * count
 
@@ -58,6 +63,19 @@ def test_a_step_takes_as_long_as_its_data_need(stages: int, chunks: int) -> None
 def test_late_receives_in_one_group_are_slower() -> None:
     assert excess(4, 4, False, True) > 0.05
     assert excess(4, 4, False, False) > 0.1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pass_begins_with_the_first_message_of_the_one_before_it(trains: bool) -> None:
+    """With two messages, each pass but the first begins when half of the time of the one before it is over."""
+    stages = 4
+    schedule = make_schedule(stages, 1, 1, trains)
+    passes = (1 + trains) * stages
+    for messages, receives_early, seconds in ((1, True, passes), (2, True, 1 + (passes - 1) / 2), (2, False, passes)):
+        programs = programs_of(schedule, receives_early, messages=messages)
+        # Backward of the last stage receives nothing, and begins when its forward pass ends.
+        waits_for_loss = trains and seconds != passes
+        assert Rules().play(programs) == pytest.approx(seconds + waits_for_loss / 2)
 
 
 def reversed_on_rank(schedule: list[list[Slot]], rank: int) -> list[list[Slot]]:

@@ -150,18 +150,23 @@ STAGE, CHUNKS = 1, [range(1, 2), range(4, 5)]
 """The second of three stages of two chunks."""
 
 
-def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list[str]:
+def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int, experts: int = 1) -> list[str]:
     """Return the faults of a pipeline stage with tensor parallelism: of two steps, two captured ones, and a forward
-    pass."""
+    pass. With expert-parallel ranks, the stream is sharded, and no step is captured."""
     tensor, pipeline = PlayedNccl(TENSOR, checker), PlayedNccl(3, checker)
     pipeline.rank = STAGE
     mesh = replace(ProcessMesh.single(), tensor=tensor, pipeline=pipeline)
-    model = LanguageModel(replace(config_of(wiring), num_layers=6), mesh, chunks=CHUNKS, seed=1)
+    config = replace(config_of(wiring), num_layers=6)
+    if experts > 1:
+        mesh = replace(mesh, experts=PlayedNccl(experts, checker), sequence_parallel=True)
+        config = replace(config, ladder_layers=range(6), num_experts=4, moe_ffn_hidden_size=8, moe_layers=range(6))
+    model = LanguageModel(config, mesh, chunks=CHUNKS, seed=1)
     group = {"params": [*model.parameters()], GROUP_MOMENTS: ()}
     optimizer = ShardedOptimizer(model, [group, {"params": [], GROUP_MOMENTS: ()}], mesh, torch.float32, BUCKET_NUMBERS)
     optimizer.base = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
     engine = Engine(model, optimizer, mesh, torch.device("cpu"))
-    engine.passes = CapturedPasses(model, optimizer, CommGroup.alone(), measures=False)
+    if experts == 1:
+        engine.passes = CapturedPasses(model, optimizer, CommGroup.alone(), measures=False)
     ids = torch.randint(0, 101, (2, 13))
     batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
     scales = LossScales(*torch.ones(3))
@@ -179,6 +184,12 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, micro_batches: int) -> None:
     assert faults_of_a_stage(checker, wiring, micro_batches) == []
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize("wiring", ["ladder", "farskip"])
+def test_outputs_of_experts_between_stages_do_not_race(checker: Checker, wiring: str, experts: int) -> None:
+    assert faults_of_a_stage(checker, wiring, 3, experts) == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Queue
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine
-from megatron_ladder.engine.schedule import Pass, PassClock, Slot, Transfer, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Arrival, Pass, PassClock, Send, Slot, Transfer, make_schedule, run_schedule
 from tests.helpers.schedules import played_seconds
 
 SHAPES = [(stages, chunks) for stages in range(1, 7) for chunks in (1, 2, 3) if stages > 1 or chunks == 1]
@@ -161,10 +161,11 @@ class Alive:
 
 
 def run_threads(
-    stages: int, chunks: int, count: int, trains: bool = True, early: bool = True
+    stages: int, chunks: int, count: int, trains: bool = True, early: bool = True, messages: int = 1
 ) -> tuple[list[Tensor], Tensor, list[int], list[int]]:
-    """Run a chain of layers, one per chunk of each rank; return losses, the gradients of the layers, and per rank the
-    most states and gradients in memory at once that it has received, and those that it has sent."""
+    """Run a chain of layers, one per chunk of each rank, with some messages per transfer; return losses, the gradients
+    of the layers, and per rank the most states and gradients in memory at once that it has received, and those that it
+    has sent."""
     pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b]
     queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in pairs}
     weights = [torch.arange(3.0) + 1 + 0.1 * number for number in range(stages * chunks)]
@@ -174,11 +175,24 @@ def run_threads(
     received_tensors, sent_tensors = ([Alive() for _ in range(stages)] for _ in "rs")
     errors = list[BaseException]()
 
+    def split(state: Tensor) -> Sequence[Tensor]:
+        return state.tensor_split(messages) if messages > 1 else [state]
+
     def rank_of(rank: int) -> None:
         # What entered each chunk, and the factors of the gradients of what left it.
         entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-        def run_pass(work: Pass, received: Tensor | None) -> Tensor | None:
+        def run_pass(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
+            received = torch.cat([arrival.wait() for arrival in arrivals]) if arrivals else None
+            leaving = run_whole(work, received)
+            if leaving is None:
+                return []
+            messages = split(leaving)
+            for message in messages[:-1]:
+                send(message)
+            return messages
+
+        def run_whole(work: Pass, received: Tensor | None) -> Tensor | None:
             number = work.chunk * stages + rank
             is_last = number == stages * chunks - 1
             if work.is_forward:
@@ -196,8 +210,8 @@ def run_threads(
             gradients[number] += gradient * state
             return None if number == 0 else sent_tensors[rank].note(gradient * weights[number])
 
-        def allocate(work: Pass) -> Tensor:
-            return received_tensors[rank].note(torch.empty(3))
+        def allocate(work: Pass) -> Sequence[Tensor]:
+            return split(received_tensors[rank].note(torch.empty(3)))
 
         group = QueueGroup(rank, queues)
         try:
@@ -229,18 +243,22 @@ def expected(layers: int, count: int) -> tuple[list[Tensor], Tensor]:
     return [loss.detach() for loss in losses], torch.stack([one.grad for one in weights if one.grad is not None])
 
 
+@pytest.mark.parametrize("messages", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("stages", "chunks", "count"),
     [(1, 1, 3), (2, 1, 1), (2, 1, 5), (3, 1, 2), (4, 1, 9), (2, 2, 1), (2, 2, 5), (3, 2, 4), (3, 3, 7)],
 )
-def test_the_executor_computes_what_one_rank_computes(stages: int, chunks: int, count: int, early: bool) -> None:
+def test_the_executor_computes_what_one_rank_computes(
+    stages: int, chunks: int, count: int, early: bool, messages: int
+) -> None:
     losses, gradients = expected(stages * chunks, count)
-    found, found_gradients, _, sent = run_threads(stages, chunks, count, early=early)
+    found, found_gradients, _, sent = run_threads(stages, chunks, count, early=early, messages=messages)
     assert found == losses and torch.equal(found_gradients, gradients)
     # The last one under way while the next one is computed.
     assert max(sent) <= 2
-    found, found_gradients, received, sent = run_threads(stages, chunks, count, trains=False, early=early)
+    options = {"trains": False, "early": early, "messages": messages}
+    found, found_gradients, received, sent = run_threads(stages, chunks, count, **options)
     assert found == losses and not found_gradients.any() and max(sent) <= 2
     # With chunks, states wait until it is their chunk's turn.
     assert max(received) <= 2 + stages * (chunks > 1)
@@ -289,24 +307,27 @@ class Event:
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_clock_separates_passes_from_waits(monkeypatch: pytest.MonkeyPatch, is_cuda: bool, chunks: int) -> None:
+@pytest.mark.parametrize(("chunks", "messages"), [(1, 1), (2, 1), (2, 2)])
+def test_the_clock_separates_passes_from_waits(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, chunks: int, messages: int
+) -> None:
     group, count = SlowGroup(range(2), 0, None), 3
     monkeypatch.setattr("time.perf_counter", lambda: group.now)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(group))
     if is_cuda:
         monkeypatch.delattr("time.perf_counter")
 
-    def run_pass(work: Pass, received: Tensor | None) -> Tensor:
+    def run_pass(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
         group.advance(FORWARD if work.is_forward else BACKWARD)
-        return torch.ones(3)
+        return torch.ones(messages, 3).unbind()
 
+    buffers = torch.ones(messages, 3).unbind()
     clock = PassClock(is_cuda)
     assert clock.seconds() == (0.0, 0.0)
-    run_schedule(make_schedule(2, chunks, count)[0], group, run_pass, lambda work: torch.ones(3), clock)
+    run_schedule(make_schedule(2, chunks, count)[0], group, run_pass, lambda work: buffers, clock)
     busy = chunks * count * (FORWARD + BACKWARD)
     # The first chunk sends and receives no gradient of its input, and the second one receives its state as well.
-    transfers = count * (2 * chunks - 1)
+    transfers = messages * count * (2 * chunks - 1)
     assert clock.seconds() == pytest.approx((busy, busy + transfers * (SEND + RECEIVE)))
 
 

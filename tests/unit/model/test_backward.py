@@ -14,6 +14,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.model.backward import ForwardRecord, MirrorPlan
+from megatron_ladder.model.cut import StateMessages
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import small_model
 from tests.unit.comm import fake_cuda
@@ -80,7 +81,8 @@ def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.M
     streams, view_as = [], Tensor.view_as
     monkeypatch.setattr(Tensor, "view_as", lambda *tensors: streams.append(device.current) or view_as(*tensors))
     queue = CudaSideQueue(torch.device("cuda"))
-    record = ForwardRecord(stack.sub_blocks(), context, stack.plan, 0, stack.layout, queue, state_trains=True)
+    options = queue, True, (), True, StateMessages()
+    record = ForwardRecord(stack.sub_blocks(), context, stack.plan, 0, stack.layout, *options)
     queue.run(functools.partial(record._stand_in, 1, stack.sub_blocks()[1].norm.weight), uses=None)
     # The backward of an operation runs on the stream of its forward.
     assert streams == [device.compute]
