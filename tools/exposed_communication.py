@@ -1,4 +1,4 @@
-"""Measures exposed communication, per step and per sub-block, in a trace of --profile."""
+"""Measures exposed communication, per step, sub-block and kind of collective, in a trace of --profile."""
 
 import functools
 import sys
@@ -58,11 +58,17 @@ def _sub_block_rows(communication: "Communication") -> "pd.DataFrame":
     return table.loc[order.sort_values(["number", "name", "backward"], na_position="last").index]
 
 
+def _collective_rows(communication: "Communication") -> "pd.DataFrame":
+    """Return the mean of each kind of collective in a step, by direction."""
+    return (_totals(communication, "collective", "direction") / len(communication.step_seconds)).reset_index()
+
+
 def _table(communication: "Communication") -> str:
     steps = _step_rows(communication)
     steps["exposed_share"] = steps.exposed_seconds / steps.seconds
     tables = (
-        table.to_string(index=False, float_format="{:.6f}".format) for table in (steps, _sub_block_rows(communication))
+        table.to_string(index=False, float_format="{:.6f}".format)
+        for table in (steps, _sub_block_rows(communication), _collective_rows(communication))
     )
     return "\n\n".join([COUNTED[communication.device], *tables])
 
@@ -82,7 +88,11 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
     print(_table(communication))
-    rows = {"steps": _step_rows(communication), "sub_blocks": _sub_block_rows(communication)}
+    rows = {
+        "steps": _step_rows(communication),
+        "sub_blocks": _sub_block_rows(communication),
+        "collectives": _collective_rows(communication),
+    }
     write_json(
         config.json, {"device": communication.device} | {name: table.to_dict("records") for name, table in rows.items()}
     )

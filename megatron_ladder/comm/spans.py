@@ -25,7 +25,8 @@ def name_collectives(group: CommGroup, span: Span) -> CommGroup:
     """Return a group with the same ranks and collectives, whose collectives have names.
 
     An asynchronous collective has two spans, `all_reduce start` and `all_reduce wait`; a blocking one has one,
-    `all_reduce`. A group of one rank is returned as it is.
+    `all_reduce`. An all-to-all of integers, the numbers of rows to come, is a `counts all_to_all`. A group of one rank
+    is returned as it is.
     """
     return group if group.size == 1 else _RecordedGroup(group, span)
 
@@ -66,9 +67,10 @@ class _RecordedGroup(CommGroup):
     def start_all_to_all(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Work | None]:
-        with self._span("all_to_all start"):
+        operation = "all_to_all" if rows.is_floating_point() else "counts all_to_all"
+        with self._span(f"{operation} start"):
             arriving, work = self._group.start_all_to_all(rows, sent, received)
-        return arriving, self._named(work, "all_to_all")
+        return arriving, self._named(work, operation)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self._span("all_reduce"):

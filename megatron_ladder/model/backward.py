@@ -455,7 +455,7 @@ class BackwardWalk:
             return InFlight(gradient, None)
         if not record.gathers(step):
             return InFlight(self._output_gradient(position), None)
-        with record.steps[step].named("gather"):
+        with record.steps[step].named("output gradient"):
             return record.crossing(position).start_read(self._output_gradient(position))
 
     def _wait_for_gradient(self, position: int) -> Tensor:

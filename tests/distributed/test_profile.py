@@ -10,7 +10,7 @@ from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import CPU, build_trainer_here, own_batches
-from tools.exposed_communication import _step_rows, _sub_block_rows
+from tools.exposed_communication import _collective_rows, _step_rows, _sub_block_rows
 
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
 
@@ -113,9 +113,28 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(gloo_pools: GlooPools
 
 
 def test_a_trace_names_the_exchange_of_tokens(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    """Each of three layers exchanges counts, tokens and outputs in each of two micro-batches, and two gradients."""
+    """Each of three layers exchanges counts, tokens and outputs in each of two micro-batches, and two gradients.
+
+    With sequence parallelism, it also sums the loads of the experts.
+    """
     words = "--sequence-parallel --num-experts 4 --expert-model-parallel-size 2"
     gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, "0"), *words.split()])
     (path,) = tmp_path.iterdir()
-    names = names_of(read_events(path), 4)
-    assert names.count("all_to_all start") == names.count("all_to_all wait") == 3 * 2 * (3 + 2)
+    events = read_events(path)
+    names = names_of(events, 4)
+    assert names.count("all_to_all start") == names.count("all_to_all wait") == 3 * 2 * (2 + 2)
+    assert names.count("counts all_to_all start") == names.count("counts all_to_all wait") == 3 * 2
+    found = communication(events)
+    of_experts = {
+        (row["name"], row["direction"]): row["collectives"]
+        for row in _sub_block_rows(found).to_dict("records")
+        if "routed_experts" in row["name"]
+    }
+    layers = [f"layers.{layer}.routed_experts" for layer in range(3)]
+    assert of_experts == {(name, way): count for name in layers for way, count in (("forward", 8), ("backward", 4))}
+    rows = {(row["collective"], row["direction"]): row for row in _collective_rows(found).to_dict("records")}
+    expected = {("counts all_to_all", "forward"): 6} | {
+        (collective, way): 6 for collective in ("dispatch", "combine") for way in ("forward", "backward")
+    }
+    assert {key: row["collectives"] for key, row in rows.items() if key in expected} == expected
+    assert all(rows[key]["exposed_seconds"] > 0 for key in expected)

@@ -1,7 +1,8 @@
 """Exposed communication, from a trace of training steps (`--profile`).
 
 A trace names the steps (`iteration 12`), the sub-blocks (`layers.3.attention forward`, `norm forward`, `backward`,
-`norm backward`, `gather`, `recompute`) and the collectives (`comm/spans.py`). Exposed time depends on the device:
+`norm backward`, `output gradient`, `gather`, `recompute`) and the collectives (`comm/spans.py`). Exposed time depends
+on the device:
 
     CPU     the time inside waits, and inside blocking collectives
     CUDA    the time in which a communication kernel runs and no other kernel, copy or fill does:
@@ -13,6 +14,9 @@ A trace names the steps (`iteration 12`), the sub-blocks (`layers.3.attention fo
 Time in which two communication kernels run counts once, for the first one. A sub-block owns the communication that it
 started: the reduce of its output in forward, and of its input's gradient in backward, which has no names where autograd
 schedules it. A kernel that waits for a late rank counts as communication too.
+
+An all-to-all of tokens is a combine if it carries outputs of experts, or their gradients, and a dispatch if it carries
+inputs, again in a repeated forward, or their gradients.
 """
 
 import gzip
@@ -36,15 +40,23 @@ Event = dict[str, Any]
 ELSEWHERE = "outside of sub-blocks"
 """The embedding, the head, the loss, and data-parallel reduces."""
 _STEP = re.compile(r"iteration (\d+)")
-_SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
-_COLLECTIVE = re.compile(r"((?:data )?(?:all_reduce|all_gather|reduce_scatter|all_to_all|broadcast))(?: (start|wait))?")
+_SUB_BLOCK = re.compile(
+    r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|output gradient|gather|recompute)"
+)
+_COLLECTIVE = re.compile(
+    r"((?:data |counts )?(?:all_reduce|all_gather|reduce_scatter|all_to_all|broadcast))(?: (start|wait))?"
+)
+_COMBINES = ("forward", "output gradient")
+"""Activities of experts that start to send outputs, or their gradients."""
+_UNNAMED = "unnamed"
+"""A collective that no group names."""
 _KERNELS = re.compile("nccl|(one|two)_shot_all_reduce|multimem")
 """Names of communication kernels: NCCL's, and those of torch's symmetric memory."""
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NESTING = 4
 """Largest nesting depth of names: a neighbour's norm and gathers run inside a sub-block."""
-_NOWHERE = (ELSEWHERE, "")
+_NOWHERE = (ELSEWHERE, "", "")
 
 
 class Communication(NamedTuple):
@@ -53,8 +65,8 @@ class Communication(NamedTuple):
     device: Literal["cpu", "cuda"]
     step_seconds: dict[int, float]
     collectives: pd.DataFrame
-    """Columns name and direction of the sub-block that started it, iteration, in_flight_seconds, exposed_seconds; in
-    flight to the end of the wait on a CPU, and for the kernel's duration on CUDA."""
+    """Columns name and direction of the sub-block that started it, collective, iteration, in_flight_seconds,
+    exposed_seconds; in flight to the end of the wait on a CPU, and for the kernel's duration on CUDA."""
 
 
 def read_events(path: Path) -> list[Event]:
@@ -80,18 +92,20 @@ def communication(events: Sequence[Event]) -> Communication:
     for moment, thread, at, in_flight, exposed in spans:
         iteration = names.step_at(at)
         if iteration is not None:
-            rows.append((*names.owner_at(moment, thread), iteration, in_flight * 1e-6, exposed * 1e-6))
-    columns = ["name", "direction", "iteration", "in_flight_seconds", "exposed_seconds"]
+            owner = names.launch_at(moment, thread)
+            rows.append((*owner, iteration, in_flight * 1e-6, exposed * 1e-6))
+    columns = ["name", "direction", "collective", "iteration", "in_flight_seconds", "exposed_seconds"]
     seconds = {number: (stop - start) * 1e-6 for start, stop, number in names.steps}
     return Communication("cuda" if on_device else "cpu", seconds, pd.DataFrame(rows, columns=columns))
 
 
 class _Names:
-    """Maps a time on a thread to its step and sub-block. Named spans are (start, stop, value), by thread."""
+    """Maps a time on a thread to step, sub-block and collective. Named spans are (start, stop, value), by thread."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.steps: list[tuple[float, float, int]] = []
-        self._sub_blocks: dict[Any, list[tuple[float, float, tuple[str, str]]]] = defaultdict(list)
+        self._sub_blocks: dict[Any, list[tuple[float, float, tuple[str, str, str]]]] = defaultdict(list)
+        self._collectives: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
         for event in events:
             if event.get("cat") != "user_annotation":
                 continue
@@ -101,17 +115,24 @@ class _Names:
                 self.steps.append((*span, int(step[1])))
             elif sub_block := _SUB_BLOCK.fullmatch(name):
                 direction = "forward" if sub_block[2].endswith("forward") else "backward"
-                self._sub_blocks[event["tid"]].append((*span, (sub_block[1], direction)))
-            elif name.startswith("data "):
-                self._sub_blocks[event["tid"]].append((*span, _NOWHERE))
-        for entries in (self.steps, *self._sub_blocks.values()):
+                self._sub_blocks[event["tid"]].append((*span, (sub_block[1], direction, sub_block[2])))
+            elif collective := _COLLECTIVE.fullmatch(name):
+                self._collectives[event["tid"]].append((*span, collective[1]))
+                if name.startswith("data "):
+                    self._sub_blocks[event["tid"]].append((*span, _NOWHERE))
+        for entries in (self.steps, *self._sub_blocks.values(), *self._collectives.values()):
             entries.sort()  # type: ignore[attr-defined]
 
     def step_at(self, moment: float) -> int | None:
         return _around(moment, self.steps, nesting=1)
 
-    def owner_at(self, moment: float, thread: Any) -> tuple[str, str]:
-        return _around(moment, self._sub_blocks.get(thread, []), _NESTING) or _NOWHERE
+    def launch_at(self, moment: float, thread: Any) -> tuple[str, str, str]:
+        """Return name and direction of the sub-block, and the collective."""
+        name, direction, activity = _around(moment, self._sub_blocks.get(thread, []), _NESTING) or _NOWHERE
+        collective = _around(moment, self._collectives.get(thread, []), nesting=1) or _UNNAMED
+        if collective == "all_to_all" and activity:
+            collective = "combine" if activity in _COMBINES else "dispatch"
+        return name, direction, collective
 
 
 _Collectives = Iterator[tuple[float, Any, float, float, float]]

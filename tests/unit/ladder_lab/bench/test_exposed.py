@@ -80,6 +80,44 @@ def test_on_a_cpu_waits_are_exposed() -> None:
     }
 
 
+def test_all_to_alls_are_named_by_what_they_carry() -> None:
+    """Of which the second dispatch is one of a repeated forward."""
+    experts = "layers.0.routed_experts"
+    events = [
+        span("iteration 1", 0, 1000),
+        span(f"{experts} norm forward", 100, 130),
+        span("counts all_to_all start", 101, 102),
+        span("counts all_to_all wait", 102, 104),
+        span("all_to_all start", 110, 120),
+        span("layers.0.shared_expert forward", 130, 180),
+        span(f"{experts} forward", 180, 250),
+        span("all_to_all wait", 181, 188),
+        span("all_to_all start", 240, 245),
+        span("all_to_all wait", 300, 301),
+        span(f"{experts} gather", 400, 410),
+        span("all_to_all start", 401, 409),
+        span(f"{experts} output gradient", 410, 420),
+        span("all_to_all start", 411, 419),
+        span("all_to_all wait", 420, 440),
+        span("all_to_all wait", 440, 480),
+        span(f"{experts} backward", 480, 600),
+        span("all_to_all start", 590, 595),
+        span("all_to_all wait", 700, 780),
+        span("all_to_all", 800, 801),
+    ]
+    found = communication(events).collectives
+    exposed = [*zip(found.collective, found.direction, (1e6 * found.exposed_seconds).round().astype(int), strict=True)]
+    assert exposed == [
+        ("counts all_to_all", "forward", 2),
+        ("dispatch", "forward", 7),
+        ("combine", "forward", 1),
+        ("dispatch", "backward", 20),
+        ("combine", "backward", 40),
+        ("dispatch", "backward", 80),
+        ("all_to_all", "", 1),
+    ]
+
+
 def cuda_trace() -> list[Event]:
     """Compute on stream 7, communicate on 20 and 21, launched long before; a copy counts as computation.
 
@@ -95,6 +133,7 @@ def cuda_trace() -> list[Event]:
         span("layers.0.mlp forward", 200, 300),
         launch(210, 3),
         launch(220, 4),
+        span("all_reduce start", 288, 295),
         launch(290, 5),
         span("layers.0.mlp backward", 400, 500, AUTOGRAD_THREAD),
         launch(410, 6, AUTOGRAD_THREAD),
@@ -120,6 +159,7 @@ def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
         # The ten microseconds of overlap count for the first.
         (1, "layers.0.mlp", "backward"): (30, 20),
     }
+    assert [*found.collectives.collective] == ["unnamed", "all_reduce", "unnamed"]
 
 
 def write(path: Path, events: list[Event]) -> Path:
