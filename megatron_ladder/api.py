@@ -324,7 +324,9 @@ class TextGenerator:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
         rank_info = read_rank_info()
         with _read_keywords("TextGenerator()", [ModelOptions], {"model": model, **flags}) as (options,):
-            self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+            self._stored = open_model(
+                options.model, options.tokenizer_type, options.tokenizer_model, draft=options.draft
+            )
             check_hardware(rank_info, options, self._stored.config)
         if rank_info.launched:
             _check_no_process_groups("TextGenerator")

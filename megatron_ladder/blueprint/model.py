@@ -305,6 +305,12 @@ def mixer_states(config: ModelConfig, tensor_parallel: int) -> list[Sequence[Sta
     ]
 
 
+def mtp_states(config: ModelConfig, tensor_parallel: int) -> list[Sequence[StateSpec]]:
+    """Return what a rank keeps for the mixer of the drafting head, numbered after those of the layers before it."""
+    *others, of_head = mixer_states(config.mtp_config, tensor_parallel)
+    return [() for _ in others] + [of_head]
+
+
 def state_bytes(config: ModelConfig, tensor_parallel: int, positions: float, element_size: int) -> int:
     """Return the bytes that a tensor-parallel rank keeps in generation, for a sequence of up to so many positions."""
     of_mixers = mixer_states(config, tensor_parallel)

@@ -35,10 +35,11 @@ class GenerationEngine:
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
         prefill_chunk_size: int | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         """`tokenizer` decodes ids, if text is needed; the others are those of `SlotBatch`."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
-        self.prefill_chunk_size = prefill_chunk_size
+        self.prefill_chunk_size, self.draft_tokens = prefill_chunk_size, draft_tokens
         self._captured: SlotBatch | None = None
 
     def close(self) -> None:
@@ -61,7 +62,14 @@ class GenerationEngine:
 
     def _new_batch(self, slots: int, positions: int) -> SlotBatch:
         return SlotBatch(
-            self.model, self.group, self.tokenizer, self.new_graph, slots, positions, self.prefill_chunk_size
+            self.model,
+            self.group,
+            self.tokenizer,
+            self.new_graph,
+            slots,
+            positions,
+            self.prefill_chunk_size,
+            self.draft_tokens,
         )
 
     def generate(
@@ -89,20 +97,24 @@ class GenerationEngine:
         try:
             begun = time.perf_counter()
             tokens = batch.begin(requests)
-            prefill_seconds, decode_seconds, later_tokens = time.perf_counter() - begun, 0.0, 0
+            prefill_seconds, decode_seconds = time.perf_counter() - begun, 0.0
+            later_tokens, sample_steps = 0, 0
             yield from tokens
             while batch.is_busy():
                 begun = time.perf_counter()
                 tokens = batch.step()
                 decode_seconds += time.perf_counter() - begun
                 later_tokens += len(tokens)
+                sample_steps += len({token.sample for token in tokens})
                 yield from tokens
         except BadNumbersError:
             self.close()
             raise
         prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         decode_rate = later_tokens / decode_seconds if later_tokens else None
-        return batch.results(Timings(prefill_seconds, prompt_tokens / prefill_seconds, decode_rate))
+        accepted_length = later_tokens / sample_steps if later_tokens and self.draft_tokens else None
+        timings = Timings(prefill_seconds, prompt_tokens / prefill_seconds, decode_rate, accepted_length)
+        return batch.results(timings)
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids` (at least two) but the first; see `score_batch`."""

@@ -54,7 +54,7 @@ class Evaluator:
         starts_ranks = "WORLD_SIZE" not in os.environ and (options.tp or 1) > 1
         if starts_ranks:
             place = RankInfo(0, options.tp or 1, 0)
-        self.stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+        self.stored = _open(options)
         check_hardware(place, options, self.stored.config)
         if self.stored.tokenizer is None:
             reason = "{model}: the directory has no tokenizer; use {tokenizer_type} and {tokenizer_model}"
@@ -156,6 +156,10 @@ def _environment(others: OtherRanks | None) -> Iterator[None]:
             os.environ.update(before)
 
 
+def _open(options: ModelOptions) -> StoredModel:
+    return open_model(options.model, options.tokenizer_type, options.tokenizer_model, draft=options.draft)
+
+
 def _join(place: RankInfo, options: ModelOptions, stored: StoredModel) -> tuple[GenerationEngine, CommGroup]:
     """Return this rank's engine, and a group in which ranks wait for calls."""
     engine = load_engine(place, options, stored)
@@ -175,8 +179,7 @@ def _follow(engine: GenerationEngine, group: CommGroup) -> None:
 def _main(argv: Sequence[str]) -> None:
     """Run a rank that an `Evaluator` started."""
     options = parse_config(ModelOptions, argv, "evaluation", None)
-    stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
-    _follow(*_join(read_rank_info(), options, stored))
+    _follow(*_join(read_rank_info(), options, _open(options)))
 
 
 entry_point = functools.partial(run_program, _main)

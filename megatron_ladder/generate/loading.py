@@ -69,13 +69,17 @@ class StoredModel:
 
 
 def open_model(
-    directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None, field_name: str = "model"
+    directory: Path,
+    tokenizer_type: str | None,
+    tokenizer_model: Path | None,
+    field_name: str = "model",
+    draft: str | None = None,
 ) -> StoredModel:
     """Open a training checkpoint, the latest one in a directory of checkpoints, or a Hugging Face directory.
 
-    `field_name` names the directory in errors.
+    `field_name` names the directory in errors. The model has its drafting head only if `draft` is set.
 
-    Raises UserError if the directory is incomplete, or its tokenizer cannot be read.
+    Raises UserError if the directory is incomplete, or its tokenizer cannot be read, or it has no head to draft with.
     """
     given = None
     if tokenizer_type is not None:
@@ -83,10 +87,15 @@ def open_model(
     errors = ErrorCollector()
     with errors.collect(field_name):
         if is_hf_directory(directory):
-            stored = _open_hf(directory, given)
+            stored = _open_hf(directory, given, keeps_mtp=draft is not None)
         else:
             stored = _open_checkpoint(directory, given, field_name)
     errors.raise_if_any()
+    if draft is None:
+        stored = replace(stored, config=stored.config.without_mtp)
+    elif not stored.config.mtp_num_layers:
+        reason = "{}: {directory} has no drafting head; leave it out, or train one with {mtp_num_layers}"
+        raise UserError(Problem({"draft": draft}, reason, directory=stored.directory))
     warnings = [*stored.warnings]
     if given is not None:
         warnings += _another_tokenizer(stored.directory, given)
@@ -142,8 +151,8 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, field_name: s
     )
 
 
-def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
-    found = open_hf_directory(directory)
+def _open_hf(directory: Path, tokenizer: Tokenizer | None, keeps_mtp: bool) -> StoredModel:
+    found = open_hf_directory(directory, keeps_mtp)
     used = find_tokenizer(directory) if tokenizer is None else tokenizer
     eos_ids = _eos_ids(end_ids(found.token_ids), used)
     added = () if used is None else used.added_around()[0]
@@ -185,8 +194,7 @@ def load_model(
     operations = PACKED_OPERATIONS if on_cpu else Operations()
     options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
-    config = stored.config.without_mtp
-    model = LanguageModel(config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
+    model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
     errors = ErrorCollector()
     with ThreadPoolExecutor(1) as thread:
         verified = thread.submit(stored.verify, mesh.world.rank, mesh.world.size) if verify else None

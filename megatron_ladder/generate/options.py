@@ -39,6 +39,11 @@ class ModelOptions:
     prefill_chunk_size: int | None = flag(None, minimum=1)
     """Positions of every prompt that one pass processes; by default all of them at once. Activations of long prompts
     need less memory in parts. --score has no parts."""
+    draft: Literal["mtp"] | None = None
+    """Draft tokens with the model's drafting head, which a step verifies together. Greedy text stays the same; drawn
+    text has the same distribution, but other tokens for a seed."""
+    draft_tokens: int = flag(1, minimum=1, requires="draft")
+    """Tokens to draft in each step; after the first, the head reads its own output."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""
@@ -113,7 +118,7 @@ class OutputOptions:
     """Print text as it is generated; with several prompts, that of the first unfinished one."""
     logprobs: bool = False
     """With --json or --score, print the log-probability of each token, without penalty and temperature."""
-    score: bool = flag(False, excludes="interactive")
+    score: bool = flag(False, excludes=("interactive", "draft"))
     """Print the log-likelihood and the perplexity of each prompt instead of continuing it."""
 
 

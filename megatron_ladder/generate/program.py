@@ -66,7 +66,9 @@ def generate(options: GenerateOptions) -> None:
     Raises UserError before any process group exists, except for standard input (read by rank 0) and damaged weights.
     """
     rank_info = read_rank_info()
-    stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
+    stored = open_model(
+        options.model.model, options.model.tokenizer_type, options.model.tokenizer_model, draft=options.model.draft
+    )
     check_hardware(rank_info, options.model, stored.config)
     encoder = _prompt_encoder(options, stored)
     if encoder is not None:
@@ -148,7 +150,8 @@ def load_engine(
     new_graph = None
     if options.cuda_graph and device.type == "cuda" and not waits_for_choices(model):
         new_graph = partial(CudaStepGraph, Watch(peers) if rank_info.launched else None)
-    return GenerationEngine(model, mesh, stored.tokenizer, new_graph, options.prefill_chunk_size)
+    draft_tokens = 0 if options.draft is None else options.draft_tokens
+    return GenerationEngine(model, mesh, stored.tokenizer, new_graph, options.prefill_chunk_size, draft_tokens)
 
 
 def _read_checked_prompts(
@@ -336,8 +339,11 @@ def _generation_line(prompt: Prompt, generation: Generation) -> str:
         **generation.timings._asdict(),
         "state_bytes": generation.state_bytes,
     }
-    requested = {} if generation.logprobs is None else {"logprobs": generation.logprobs}
-    return json.dumps(values | requested) + "\n"
+    if generation.logprobs is not None:
+        values["logprobs"] = generation.logprobs
+    if generation.timings.accepted_length is None:
+        del values["accepted_length"]
+    return json.dumps(values) + "\n"
 
 
 def _summary(generations: Sequence[Generation]) -> str:
@@ -345,6 +351,8 @@ def _summary(generations: Sequence[Generation]) -> str:
     new_tokens = sum(len(generation.ids) for generation in generations)
     timings = generations[0].timings
     decode = "" if timings.decode_tokens_per_second is None else f", decode {timings.decode_tokens_per_second:.1f}"
+    if timings.accepted_length is not None:
+        decode += f"; accepted length {timings.accepted_length:.2f}"
     return (
         f"{counted(len(generations), 'prompt')}: {prompt_tokens} tokens in, {new_tokens} out; "
         f"first token after {timings.time_to_first_token * 1000:.0f} ms; "

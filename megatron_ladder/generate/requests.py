@@ -44,6 +44,8 @@ class Timings(NamedTuple):
     """Tokens of all prompts, divided by the time to the first token."""
     decode_tokens_per_second: float | None
     """Tokens of all samples after their first, divided by the time after the first; None if there are none."""
+    accepted_length: float | None = None
+    """Mean tokens of a sample in a decode step: its accepted drafts, and one more. None without drafts or steps."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from megatron_ladder.parallel.scoring import gather_scores, read_scores
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
+_REJECTED = -2
+"""After the last token of a row that has fewer than others."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 
@@ -71,12 +73,30 @@ def request_seed(seed: int, prompt_ids: Sequence[int], sample: int = 0) -> int:
 
 
 class Chosen(NamedTuple):
-    """The next token of each row, equal on every rank."""
+    """The next tokens of each row, equal on every rank."""
 
-    tokens: list[int]
-    """`NO_TOKEN` where the logits are not finite."""
-    logprobs: tuple[float, ...] | None
-    """None if no row requests them."""
+    tokens: list[list[int]]
+    """At least one for each row; the first is `NO_TOKEN` where logits are not finite."""
+    logprobs: list[list[float]] | None
+    """At least as many; None if no row requests them."""
+
+
+class Drafts(NamedTuple):
+    """Proposed tokens of each row, one after another."""
+
+    tokens: Tensor
+    """[b, n] int64."""
+    shares: Tensor | None
+    """[b, n, V], the probability of each token in the distribution that was drawn from; None if none was drawn."""
+    is_finite: Tensor
+    """[b, n] bool, whether the logits were; otherwise the token is 0."""
+
+    @classmethod
+    def joined(cls, drafts: Sequence["Drafts"]) -> "Drafts":
+        """Return the drafts of all."""
+        tokens, shares, is_finite = zip(*drafts, strict=True)
+        joined = None if drafts[0].shares is None else torch.cat(shares, 1)
+        return cls(torch.cat(tokens, 1), joined, torch.cat(is_finite, 1))
 
 
 class SamplingPlan(NamedTuple):
@@ -122,8 +142,8 @@ class _Rows(NamedTuple):
         columns = to_device(torch.tensor([*map(numbers, parameters)], dtype=torch.float64), device).split(1, dim=1)
         return cls(*columns)._replace(greedy=columns[-1].bool())
 
-    def first(self, count: int) -> "_Rows":
-        return _Rows(*(values[:count] for values in self))
+    def first(self, count: int, times: int = 1) -> "_Rows":
+        return _Rows(*(values[:count].repeat(times, 1) for values in self))
 
 
 class Sampler:
@@ -158,59 +178,136 @@ class Sampler:
             for row, ids in enumerate(prompts):
                 self._seen[row, list(ids)] = True
 
-    def draw(self, count: int) -> list[float]:
-        """Return the random numbers in [0, 1) for the next tokens of the first samples."""
+    def draw(self, count: int, numbers: int = 1) -> list[list[float]]:
+        """Return some random numbers in [0, 1) for the next tokens of each of the first samples."""
         return [
-            0.0 if one.greedy else torch.rand(1, generator=generator, dtype=torch.float64).item()
+            [0.0] * numbers if one.greedy else torch.rand(numbers, generator=generator, dtype=torch.float64).tolist()
             for one, generator in zip(self._parameters[:count], self._generators[:count], strict=True)
         ]
 
     def count(self, tokens: Tensor) -> None:
-        """Note the newest tokens [b, 1] of the first samples for the penalty."""
+        """Note the newest tokens [b, n] of the first samples for the penalty."""
         if self._seen is not None:
             self._seen[: len(tokens)].scatter_(1, tokens, True)
 
     def choose(self, logits_shard_v: Tensor, uniform: Tensor) -> Tensor:
         """Choose the next tokens of the first b samples, from logits [b, padded V / t]; padding is ignored.
 
-        `uniform` [b, 1] are the numbers of `draw`, the same on all ranks. Return what `read` needs: [b, 1 + n] float64
-        on the device, each row's token and its scores. The host waits for nothing.
+        `uniform` [b, 1] are the numbers of `draw`, the same on all ranks. Return what `read` needs: [b, 1, 1 + n]
+        float64 on the device, each row's token and its scores. The host waits for nothing.
         """
         rows = self._rows.first(len(logits_shard_v))
         model_logits = _vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
-        logits = self._penalized(model_logits, rows)
-        if self.plan.drawn:
-            exact = self._group.all_gather(logits, dim=1).double()
-            highest, most_likely = exact.max(1, keepdim=True)
-            weights = torch.exp((exact - highest) / rows.temperatures)
-            if self.plan.filtered:
-                weights = weights * _keep_most_likely(weights, rows)
-            cumulative = _equal_cumsum(weights)
-            drawn = _draw_at(cumulative, uniform * cumulative[:, -1:])
-            tokens = torch.where(rows.greedy, most_likely, drawn)
+        highest, tokens, _ = self._choose(model_logits, rows, uniform)
+        return self._with_scores(tokens.masked_fill(~highest.isfinite(), NO_TOKEN), model_logits)
+
+    def draft(self, logits_shard_v: Tensor, uniform: Tensor) -> Drafts:
+        """Propose a token for each of the first b samples, from the logits of a drafting head; see `choose`."""
+        rows = self._rows.first(len(logits_shard_v))
+        logits = _vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
+        highest, tokens, weights = self._choose(logits, rows, uniform)
+        is_finite = highest.isfinite()
+        shares = None if weights is None else _shares(weights).unsqueeze(1)
+        return Drafts(tokens.masked_fill(~is_finite, 0), shares, is_finite)
+
+    def verify(self, logits_shard_v: Tensor, drafts: Drafts, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the next tokens of the first b samples, from the logits after their newest tokens and each draft.
+
+        A draft d, drawn from a distribution q, is accepted with the probability min(1, p(d) / q(d)), where p is the
+        distribution to draw from, if all before it are. The token in the place of the first that is not is drawn from
+        max(0, p - q), so that every token has the distribution p (arXiv 2211.17192). One more token follows the last
+        draft. The most likely token is a distribution, too.
+
+        Args:
+            logits_shard_v: [n + 1, b, padded V / t].
+            drafts: n for each row.
+            uniform: [b, n + 1], numbers of `draw`.
+
+        Return what `read` needs, as `choose`: [b, n + 1, 1 + m]; and how many drafts are accepted, [b].
+        """
+        count, batch, _ = logits_shard_v.shape
+        rows = self._rows.first(batch, count)
+        model_logits = _vocabulary_logits(logits_shard_v.flatten(0, 1), self._start, self._vocab_size)
+        logits = self._penalized(model_logits, rows, drafts.tokens)
+        if drafts.shares is None:
+            highest, most_likely = self._most_likely(logits)
+            tokens = most_likely.view(count, batch).t()
+            accepted = _count_first(tokens[:, :-1] == drafts.tokens)
         else:
-            highest, tokens = self._most_likely(logits)
-        # The maximum of logits with a NaN is NaN.
-        tokens = tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
-        if not self.plan.scored:
-            return tokens.double()
-        scores = gather_scores(model_logits, tokens.squeeze(1), self._start, self._group)
-        return torch.cat((tokens.double(), scores.flatten(1)), 1)
+            highest, weights = self._weights(logits, rows)
+            shares = _shares(weights).unflatten(0, (count, batch)).transpose(0, 1)
+            at = drafts.tokens.unsqueeze(2)
+            of_model, of_drafts = (of.gather(2, at).squeeze(2) for of in (shares[:, :-1], drafts.shares))
+            accepted = _count_first(uniform[:, :-1] * of_drafts < of_model)
+            missing = torch.cat(((shares[:, :-1] - drafts.shares).clamp(min=0), shares[:, -1:]), 1)
+            cumulative = _equal_cumsum(missing.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, shares.shape[2]))[:, 0])
+            last = _draw_at(cumulative, uniform[:, -1:] * cumulative[:, -1:])
+            tokens = torch.cat((drafts.tokens, last), 1).scatter(1, accepted.unsqueeze(1), last)
+        numbers = torch.arange(count, device=tokens.device)
+        tokens = tokens.masked_fill(numbers > accepted.unsqueeze(1), _REJECTED)
+        is_finite = highest.isfinite().view(count, batch).all(0) & drafts.is_finite.all(1)
+        tokens = tokens.masked_fill(~is_finite.unsqueeze(1), NO_TOKEN)
+        return self._with_scores(tokens, model_logits), accepted
 
     def read(self, chosen: Tensor) -> Chosen:
-        """Read the result of `choose`."""
+        """Read the result of `choose` or `verify`."""
         # Without rows of unused slots.
         chosen = chosen.cpu()[: len(self._parameters)]
-        scores = read_scores(chosen[:, 1:].unflatten(1, (-1, 4))) if self.plan.scored else None
-        return Chosen(chosen[:, 0].long().tolist(), None if scores is None else tuple(scores[0].tolist()))
+        tokens = [[token for token in row if token != _REJECTED] for row in chosen[..., 0].long().tolist()]
+        if not self.plan.scored:
+            return Chosen(tokens, None)
+        logprobs = read_scores(chosen[..., 1:].flatten(0, 1).unflatten(1, (-1, 4)))[0]
+        return Chosen(tokens, logprobs.view(chosen.shape[:2]).tolist())
 
-    def _penalized(self, logits: Tensor, rows: _Rows) -> Tensor:
+    def _choose(self, logits: Tensor, rows: _Rows, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return each row's largest logit, NaN if one is, and next token, [b, 1] each; and the weights of a draw."""
+        logits = self._penalized(logits, rows)
+        if not self.plan.drawn:
+            return *self._most_likely(logits), None
+        highest, weights = self._weights(logits, rows)
+        cumulative = _equal_cumsum(weights)
+        return highest, _draw_at(cumulative, uniform * cumulative[:, -1:]), weights
+
+    def _weights(self, logits: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+        """Return each row's largest logit [n, 1], and what its token is drawn from: the weights of all tokens [n, V].
+
+        Those of the most likely token alone are 0, except for one.
+        """
+        exact = self._group.all_gather(logits, dim=1).double()
+        highest, most_likely = exact.max(1, keepdim=True)
+        weights = torch.exp((exact - highest) / rows.temperatures)
+        if self.plan.filtered:
+            weights = weights * _keep_most_likely(weights, rows)
+        only = torch.zeros_like(weights).scatter_(1, most_likely, 1.0)
+        return highest, torch.where(rows.greedy, only, weights)
+
+    def _with_scores(self, tokens: Tensor, model_logits: Tensor) -> Tensor:
+        """Add what the scores of tokens [b, n] need, of logits [n b, padded V / t]: [b, n, 1 + m] float64."""
+        found = tokens.double().unsqueeze(2)
+        if not self.plan.scored:
+            return found
+        scores = gather_scores(model_logits, tokens.t().flatten(), self._start, self._group).flatten(1)
+        return torch.cat((found, scores.unflatten(0, (-1, len(tokens))).transpose(0, 1)), 2)
+
+    def _penalized(self, logits: Tensor, rows: _Rows, drafts: Tensor | None = None) -> Tensor:
+        """Apply the penalty to logits [b, padded V / t], or [n + 1 times b, ...] if n drafts [b, n] follow the tokens
+        that were counted."""
         if self._seen is None:
             return logits
-        own = self._seen[: len(logits), self._start : self._start + logits.shape[1]]
+        seen = self._seen[: len(logits)] if drafts is None else self._seen_with(drafts)
+        own = seen[:, self._start : self._start + logits.shape[1]]
         # The padding of the vocabulary has no columns.
-        seen, penalty = F.pad(own, (0, logits.shape[1] - own.shape[1])), rows.repetition.to(logits.dtype)
-        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        is_seen, penalty = F.pad(own, (0, logits.shape[1] - own.shape[1])), rows.repetition.to(logits.dtype)
+        return torch.where(is_seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+    def _seen_with(self, drafts: Tensor) -> Tensor:
+        """Return the tokens before each of n drafts [b, n] and after the last one, [n + 1 times b, V]."""
+        assert self._seen is not None
+        batch, count = drafts.shape
+        seen = self._seen[:batch].repeat(count + 1, 1, 1)
+        for number, tokens in enumerate(drafts.unbind(1), start=1):
+            seen[number:].scatter_(2, tokens.view(1, batch, 1).expand(count + 1 - number, -1, -1), True)
+        return seen.flatten(0, 1)
 
     def _most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit of each row as float64, and its token, [b, 1] each."""
@@ -220,6 +317,15 @@ class Sampler:
         values, ids = self._group.all_gather(shared, dim=1).unbind(2)
         highest, leader = values.max(1, keepdim=True)
         return highest, ids.gather(1, leader).long()
+
+
+def _shares(weights: Tensor) -> Tensor:
+    return weights / weights.sum(1, keepdim=True)
+
+
+def _count_first(accepted: Tensor) -> Tensor:
+    """Return how many of each row's first values, [b, n] bool, are all True: [b]."""
+    return accepted.long().cumprod(1).sum(1)
 
 
 def _keep_most_likely(weights: Tensor, rows: _Rows) -> Tensor:

@@ -3,6 +3,9 @@
     begin     all prompts as one batch                              -> the first token of each
     step      the newest token of every sample through the model    -> the next token of each unfinished sample
 
+With drafts, a step processes the newest token and the drafts after it, and returns one or more tokens of each sample
+(`drafting.py`).
+
 A captured step includes the choice of the tokens: the host only sends the newest tokens and reads the next ones.
 
 Every tensor-parallel rank makes the same calls in the same order.
@@ -23,13 +26,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import state_bytes
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate.drafting import Drafter
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan
@@ -141,6 +145,14 @@ class _ActiveSample:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    accepted: int = 0
+    """How many of the newest ids, before the last one, were drafts of the newest step."""
+
+    def step_inputs(self, draft_tokens: int) -> list[int]:
+        """Return the accepted drafts and the newest token, filled up with it, the number of these drafts, and the
+        position of the newest token."""
+        newest, surplus = self.ids[-1 - self.accepted :], draft_tokens - self.accepted
+        return [*newest, *newest[-1:] * surplus, self.accepted, len(self.request.prompt_ids) + len(self.ids) - 1]
 
     def append(self, token: int) -> str:
         """Append the next token, and return the text that has become complete."""
@@ -190,11 +202,13 @@ class SlotBatch:
         slots: int,
         positions: int,
         prefill_chunk_size: int | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         """`positions` limits prompt and continuation together, per slot.
 
         Prompts are processed `prefill_chunk_size` positions at a time, by default all at once. `new_graph`, if given,
-        captures decode steps; the batch must then be closed.
+        captures decode steps; the batch must then be closed. The model needs a drafting head for `draft_tokens`, the
+        drafts of a step.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
@@ -202,15 +216,27 @@ class SlotBatch:
         if columns.counts_filled_columns(dtype, config.head_dim, self._device):
             positions = math.ceil(positions / columns.PAGE) * columns.PAGE
         self._positions = positions
+        self._draft_tokens = draft_tokens
+        self._columns = positions + draft_tokens
+        """A step can process drafts behind the last position."""
         self._prefill_chunk_size = prefill_chunk_size or positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
         state_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
-        self._states = States.allocate(config, group.size, slots, positions, state_dtype, self._device)
-        self._state_bytes = state_bytes(config, group.size, positions, state_dtype.itemsize)
+        new_states = partial(
+            States.allocate, config, group.size, slots, self._columns, state_dtype, self._device, draft_tokens
+        )
+        self._states = new_states()
+        self._drafter: Drafter | None = None
+        if draft_tokens:
+            assert model.mtp is not None
+            self._drafter = Drafter(model, model.mtp, new_states(of_head=True), slots, draft_tokens)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
-        self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
+        self._numbers = 2 * draft_tokens + 1
+        """Random numbers of a step: to draw and to accept each draft, and to choose the last token."""
+        width = draft_tokens + 3 + self._numbers
+        self._inputs = torch.zeros(slots, width, dtype=torch.float64, device=self._device)
         self._captured: tuple[StepGraph, Tensor] | None = None
 
     def _new_sampler(self, plan: SamplingPlan) -> Sampler:
@@ -239,7 +265,7 @@ class SlotBatch:
     def _capture(self, graph: StepGraph) -> None:
         """Capture the decode step, which runs several times for token 0 at position 0."""
         self._inputs.zero_()
-        chosen = graph.capture(lambda: self._one_token(self._inputs, self._positions, is_even=False))
+        chosen = graph.capture(lambda: self._next_tokens(self._inputs, self._columns, is_even=False))
         self._captured = graph, chosen
 
     def fits(self, slots: int, positions: int) -> bool:
@@ -252,7 +278,10 @@ class SlotBatch:
 
     def results(self, timings: Timings) -> list[Generation]:
         """Return the results of all samples, which must be finished."""
-        return [sample.result(timings, self._state_bytes) for sample in self._samples]
+        state_bytes = self._states.slot_bytes
+        if self._drafter is not None:
+            state_bytes += self._drafter.states.slot_bytes
+        return [sample.result(timings, state_bytes) for sample in self._samples]
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[GenerationRequest]) -> list[NewToken]:
@@ -270,10 +299,12 @@ class SlotBatch:
         longest = prompt_width(max(map(len, prompts)), self._positions, self._device)
         tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
-        newest = self._read_prompts(tokens, lengths)
-        logits = self._model.logits_shard(newest.unsqueeze(0))[0]
+        newest = self._read_prompts(tokens, lengths).unsqueeze(0)
+        if self._drafter is not None:
+            self._drafter.follow(newest)
+        logits = self._model.logits_shard(newest)[0]
         numbers = self._sampler.draw(len(prompts))
-        uniform = to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), self._device)
+        uniform = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
         return self._finish(self._sampler.choose(logits, uniform))
 
     def _read_prompts(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -285,6 +316,8 @@ class SlotBatch:
             positions = torch.arange(before, before + part.shape[1], device=self._device).unsqueeze(1)
             states = self._states._replace(before=before, lengths=lengths)
             hidden_states = self._hidden_states(part, positions, states)
+            if self._drafter is not None:
+                self._drafter.read_prompts(tokens, hidden_states, positions, states)
             last = (lengths - 1 - before).clamp(max=part.shape[1] - 1)
             found = hidden_states[last.clamp(min=0), all_rows]
             newest = found if newest is None else torch.where((last < 0).unsqueeze(1), newest, found)
@@ -297,51 +330,67 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
-        """Return the next token of every unfinished sample; raises BadNumbersError as `begin`.
+        """Return the next tokens of every unfinished sample, at least one; raises BadNumbersError as `begin`.
 
         A captured step computes all slots, and any other one the slots up to the last unfinished sample.
         """
         count = 1 + max(row for row, sample in enumerate(self._samples) if sample.finish_reason is None)
-        newest = [
-            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1, uniform)
-            for sample, uniform in zip(self._samples[:count], self._sampler.draw(count), strict=True)
-        ]
-        lowest, highest = min(column for _, column, _ in newest), max(column for _, column, _ in newest)
+        of_samples = [sample.step_inputs(self._draft_tokens) for sample in self._samples[:count]]
+        uniform = self._sampler.draw(count, self._numbers)
+        rows = [[*inputs, *numbers] for inputs, numbers in zip(of_samples, uniform, strict=True)]
+        lowest, highest = min(inputs[-1] for inputs in of_samples), max(inputs[-1] for inputs in of_samples)
         if self._captured is not None:
-            newest += [(PADDING, 0, 0.0)] * (self._slots - count)
+            rows += [[PADDING] * len(rows[0])] * (self._slots - count)
         # Doubles represent all ids and columns exactly.
-        inputs = to_device(torch.tensor(newest, dtype=torch.float64), self._device)
+        inputs = to_device(torch.tensor(rows, dtype=torch.float64), self._device)
         if self._captured is None:
-            return self._finish(self._one_token(inputs, highest + 1, is_even=lowest == highest))
+            extent = highest + 1 + self._draft_tokens
+            return self._finish(self._next_tokens(inputs, extent, is_even=lowest == highest))
         graph, chosen = self._captured
         self._inputs.copy_(inputs)
         graph.replay()
         return self._finish(chosen)
 
-    def _one_token(self, inputs: Tensor, extent: int, is_even: bool) -> Tensor:
-        """Choose the next tokens. No sample has more than `extent` positions; `is_even`: all have that many.
+    def _next_tokens(self, inputs: Tensor, extent: int, is_even: bool) -> Tensor:
+        """Choose the next tokens. No sample has more than `extent` positions, with drafts; `is_even`: all newest tokens
+        have the same position.
 
-        `inputs` [b, 3] are the newest tokens, their positions, and random numbers.
+        `inputs` are `_ActiveSample.step_inputs`, and random numbers.
         """
-        tokens, positions = inputs[:, :2].long().split(1, dim=1)
+        width = self._draft_tokens + 1
+        tokens, accepted, positions = inputs[:, : width + 2].long().split((width, 1, 1), dim=1)
+        uniform = inputs[:, width + 2 :]
         self._sampler.count(tokens)
-        states = self._states._replace(extent=extent, is_even=is_even)
-        logits = self._model.logits_shard(self._hidden_states(tokens, positions.t(), states))[0]
-        return self._sampler.choose(logits, inputs[:, 2:])
+        states = self._states._replace(extent=extent)
+        if self._drafter is None:
+            states = states._replace(is_even=is_even)
+            logits = self._model.logits_shard(self._hidden_states(tokens, positions.t(), states))[0]
+            return self._sampler.choose(logits, uniform)
+        to_draw, to_verify = uniform.tensor_split((self._draft_tokens,), dim=1)
+        drafts = self._drafter.draft(tokens, accepted, positions, to_draw, extent, self._sampler)
+        newest = torch.cat((tokens.gather(1, accepted), drafts.tokens), dim=1)
+        places = positions + torch.arange(width, device=self._device)
+        hidden_states = self._hidden_states(newest, places.t(), states)
+        self._drafter.follow(hidden_states)
+        chosen, accepted = self._sampler.verify(self._model.logits_shard(hidden_states), drafts, to_verify)
+        states.keep(accepted)
+        return chosen
 
     def _finish(self, choice: Tensor) -> list[NewToken]:
         chosen = self._sampler.read(choice)
         new_tokens = []
-        for row, token in enumerate(chosen.tokens):
+        for row, tokens in enumerate(chosen.tokens):
             sample = self._samples[row]
-            if sample.finish_reason is not None:
-                continue
-            if token == NO_TOKEN:
-                raise BadNumbersError(
-                    f"the logits of prompt {row} (counted from 0) are not finite: {BAD_NUMBERS_CAUSE}"
-                )
-            if chosen.logprobs is not None:
-                sample.logprobs.append(chosen.logprobs[row])
-            piece = sample.append(token)
-            new_tokens.append(NewToken(row, token, piece, sample.finish_reason))
+            for number, token in enumerate(tokens):
+                if sample.finish_reason is not None:
+                    break
+                if token == NO_TOKEN:
+                    raise BadNumbersError(
+                        f"the logits of prompt {row} (counted from 0) are not finite: {BAD_NUMBERS_CAUSE}"
+                    )
+                if chosen.logprobs is not None:
+                    sample.logprobs.append(chosen.logprobs[row][number])
+                piece = sample.append(token)
+                sample.accepted = number
+                new_tokens.append(NewToken(row, token, piece, sample.finish_reason))
         return new_tokens

@@ -180,6 +180,10 @@ class LanguageModel(nn.Module):
         normed = self.final_norm(hidden_states)
         return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
+    def read_by_mtp(self, hidden_states: Tensor) -> Tensor:
+        """The stream after the last layer -> what the drafting head reads of it."""
+        return hidden_states if self.config.mtp_before_final_norm else self.final_norm(hidden_states)
+
     def forward(self, *inputs: Any, with_stats: bool = False, **options: Any) -> Tensor | tuple[Tensor, PassStats]:
         """Return what `stage` returns, by default without what the pass counts; training calls it for users' hooks."""
         result, stats = self.stage(*inputs, **options)

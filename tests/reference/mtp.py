@@ -1,5 +1,7 @@
 """The drafting head in plain arithmetic: position i predicts token i + 2 from the stream at i and token i + 1."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,26 +27,53 @@ def drafting_logits(
     record: list[Routed] | None = None,
 ) -> Tensor:
     """Return the logits [b, s - 1, V] of the tokens from the third on, and of one more, after tokens [b, s]."""
-    prefix = f"layers.{config.num_layers}"
-    words, head = (
-        weights["embedding.weight"],
-        weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"],
-    )
-    stream = last_stream(weights, config, words[tokens], sight, None)
-    if not config.mtp_before_final_norm:
-        stream = model_norm(stream, weights["final_norm.weight"], config)
+    words, head = weights["embedding.weight"], _output_head(weights, config)
+    stream = _read_stream(weights, config, tokens, sight)
     if config.mtp_detach_heads:
         words, stream, head = words.detach(), stream.detach(), head.detach()
     # The last position has a next token only outside of the row; in the product it reads token 0.
     following = torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), dim=1)
-    normed = [
-        model_norm(x, weights[f"{prefix}.{name}.weight"], config)
-        for name, x in (("enorm", words[following]), ("hnorm", stream))
-    ]
-    x = linear(weights, f"{prefix}.eh_proj", torch.cat(normed, dim=-1))
+    x = _layer_input(weights, config, words[following], stream)
+    return logits_of(_layer_output(weights, config, x, sight, record), head, config)[:, :-1]
+
+
+def _output_head(weights: Weights, config: ReferenceConfig) -> Tensor:
+    return weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
+
+
+def _read_stream(weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None) -> Tensor:
+    stream = last_stream(weights, config, weights["embedding.weight"][tokens], sight, None)
+    return stream if config.mtp_before_final_norm else model_norm(stream, weights["final_norm.weight"], config)
+
+
+def _layer_input(weights: Weights, config: ReferenceConfig, words: Tensor, stream: Tensor) -> Tensor:
+    prefix = f"layers.{config.num_layers}"
+    named = {"enorm": words, "hnorm": stream}
+    normed = [model_norm(x, weights[f"{prefix}.{name}.weight"], config) for name, x in named.items()]
+    return linear(weights, f"{prefix}.eh_proj", torch.cat(normed, dim=-1))
+
+
+def _layer_output(
+    weights: Weights, config: ReferenceConfig, x: Tensor, sight: Sight | None, record: list[Routed] | None
+) -> Tensor:
     for sub_block in sub_blocks_of(weights, config.num_layers, with_head_layer(config), sight, record).values():
         x = x + sub_block(x)
-    return logits_of(model_norm(x, weights[f"{prefix}.head_norm.weight"], config), head, config)[:, :-1]
+    return model_norm(x, weights[f"layers.{config.num_layers}.head_norm.weight"], config)
+
+
+@torch.no_grad()
+def greedy_drafts(weights: Weights, config: ReferenceConfig, ids: Sequence[int], count: int) -> list[int]:
+    """Return the tokens that the head expects after `ids`, at least two; after the first, it reads its own outputs."""
+    tokens, words = torch.tensor([ids]), weights["embedding.weight"]
+    x = _layer_input(weights, config, words[tokens[:, 1:]], _read_stream(weights, config, tokens[:, :-1], None))
+    drafts: list[int] = []
+    while True:
+        newest = _layer_output(weights, config, x, None, None)[:, -1:]
+        token = logits_of(newest, _output_head(weights, config), config).argmax(-1)
+        drafts.append(int(token))
+        if len(drafts) == count:
+            return drafts
+        x = torch.cat((x, _layer_input(weights, config, words[token], newest)), dim=1)
 
 
 def drafting_targets(mask: Tensor, sight: Sight | None = None) -> Tensor:

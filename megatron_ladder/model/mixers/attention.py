@@ -78,9 +78,10 @@ class AttentionHeads(Heads):
 
     def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:
         if states.lengths is not None:
-            columns_of_ring = states.tensors[self.number]["k"].shape[2] if self.mixer.window else 0
-            return PromptColumns.of(states, len(context.positions), columns_of_ring)
-        return TokenColumns.of(states, self.number, "k", context.positions[0], self._counts_filled(context))
+            kept = states.tensors[self.number]["k"].shape[2]
+            return PromptColumns.of(states, len(context.positions), self.mixer.window, kept)
+        counts_filled = self._counts_filled(context)
+        return TokenColumns.of(states, self.number, "k", context.positions, self.mixer.window, counts_filled)
 
     def _counts_filled(self, context: SequenceContext) -> bool:
         return columns.counts_filled_columns(self.dtype, self.head_dim, context.positions.device)

@@ -6,6 +6,9 @@ columns of a window of W positions are a ring, in which position p has the colum
     window 4, newest position 5     column      0  1  2  3
                                     position    4  5  2  3
 
+A pass over several newest tokens needs a longer ring, so that no token takes the place of one that an earlier token of
+the pass sees.
+
 Padding after a prompt has positions, but never a column of a ring. In states that grow its columns are overwritten by
 the next tokens of the sequence, or hidden.
 """
@@ -31,28 +34,28 @@ class PromptColumns(NamedTuple):
     before: int
     lengths: Tensor
     """[b] int64: see `States.lengths`."""
-    window: int
-    """Columns of the states; 0 if these grow."""
+    is_ring: bool
+    """Whether the states do not grow."""
     mask: Tensor | None = None
     """[b or 1, 1, s, columns] of the columns of `update`; None if there are only those of the positions themselves."""
     filled: None = None
 
     @staticmethod
-    def of(states: States, length: int, window: int) -> "PromptColumns":
-        """Return the columns of so many positions."""
+    def of(states: States, length: int, window: int, columns: int) -> "PromptColumns":
+        """Return the columns of so many positions, in states with `columns`; a window of 0 is no window."""
         assert states.lengths is not None
         before, lengths = states.before, states.lengths
         if not before:
-            return PromptColumns(before, lengths, window)
+            return PromptColumns(before, lengths, window > 0)
         queries = torch.arange(before, before + length, device=lengths.device).unsqueeze(1)
         keys = torch.arange(before + length, device=lengths.device).unsqueeze(0)
         if window:
-            held = _held_positions(before, lengths, window)
+            held = _held_positions(_newest_of_prompts(before, lengths), columns)
             own = queries.t().expand(len(lengths), -1)
             keys = torch.cat((held, own), dim=1).unsqueeze(1)
             visible = (keys >= 0) & (keys <= queries) & (keys > queries - window)
-            return PromptColumns(before, lengths, window, visible.unsqueeze(1))
-        return PromptColumns(before, lengths, window, (keys <= queries)[None, None])
+            return PromptColumns(before, lengths, True, visible.unsqueeze(1))
+        return PromptColumns(before, lengths, False, (keys <= queries)[None, None])
 
     def update(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> Sequence[Tensor]:
         """Store [b, heads/t, s, width] in states of [slots, heads/t, columns, width]; return what the positions see."""
@@ -60,12 +63,12 @@ class PromptColumns(NamedTuple):
 
     def _update(self, stored: Tensor, new: Tensor) -> Tensor:
         rows, length = new.shape[0], new.shape[2]
-        if not self.window:
+        if not self.is_ring:
             stored[:rows, :, self.before : self.before + length] = new.to(stored.dtype)
             return stored[:rows, :, : self.before + length].to(new.dtype) if self.before else new
         held = stored[:rows]
         seen = torch.cat((held.to(new.dtype), new), dim=2) if self.before else new
-        positions = _held_positions(self.before + length, self.lengths, held.shape[2])
+        positions = _held_positions(_newest_of_prompts(self.before + length, self.lengths), held.shape[2])
         index = positions - self.before
         chosen = index.clamp(min=0)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
         is_new = (index >= 0)[:, None, :, None]
@@ -73,44 +76,59 @@ class PromptColumns(NamedTuple):
         return seen
 
 
-def _held_positions(length: int, lengths: Tensor, window: int) -> Tensor:
-    """Return the position in each column of rings, [b, window], after `length` positions of rows; below 0: none."""
-    newest = lengths.clamp(max=length).unsqueeze(1) - 1
-    return newest - (newest - torch.arange(window, device=lengths.device)) % window
+def _newest_of_prompts(length: int, lengths: Tensor) -> Tensor:
+    """Return the newest position of each row, [b, 1], after `length` positions; below 0: none."""
+    return lengths.clamp(max=length).unsqueeze(1) - 1
+
+
+def _held_positions(newest: Tensor, columns: int) -> Tensor:
+    """Return the position in each column of rings, [b, columns], given the newest ones [b, 1]; below 0: none."""
+    return newest - (newest - torch.arange(columns, device=newest.device)) % columns
 
 
 class TokenColumns(NamedTuple):
-    """The columns of the newest token of each row, which attends to all columns that are filled."""
+    """The columns of the newest tokens of each row, which attend to the columns of earlier positions."""
 
     rows: Tensor
-    """[b heads/t] int64, the row of each head's column among the columns of all heads of all slots."""
+    """[b heads/t s] int64, the row of each head's columns among the columns of all heads of all slots."""
     extent: int
     """Columns that may be filled."""
     mask: Tensor | None
-    """[b, 1, 1, extent]; None if all of them are filled, or the kernel counts them."""
+    """[b, 1, s, extent]; None if a single token sees all of them, or the kernel counts them."""
     filled: "FilledColumns | None"
 
     @staticmethod
-    def of(states: States, number: int, name: str, positions: Tensor, counts_filled: bool) -> "TokenColumns":
-        """Return the columns of tokens at `positions` [b] in a state of a mixer, and in those of the same shape."""
+    def of(
+        states: States, number: int, name: str, positions: Tensor, window: int, counts_filled: bool
+    ) -> "TokenColumns":
+        """Return the columns of tokens at `positions` [s, b] in a state of a mixer, and in those of the same shape.
+
+        Each token sees the `window` newest positions up to its own; 0 are all of them. `counts_filled` needs a kernel
+        that counts the columns of single tokens.
+        """
         _, heads, columns, _ = states.tensors[number][name].shape
-        first_rows = torch.arange(0, len(positions) * heads * columns, columns, device=positions.device)
-        first_rows = first_rows.view(-1, heads)
+        tokens, batch = positions.shape
+        first_rows = torch.arange(0, batch * heads * columns, columns, device=positions.device)
         # Only a ring has fewer columns than positions.
-        rows = (first_rows + (positions % columns).unsqueeze(1)).flatten()
+        rows = (first_rows.view(-1, heads, 1) + (positions % columns).t().unsqueeze(1)).flatten()
         extent = min(states.extent, columns)
         mask, filled = None, None
-        if counts_filled:
-            counts = (positions + 1).clamp(max=columns).to(torch.int32).unsqueeze(1).expand(-1, heads).flatten()
+        if counts_filled and tokens == 1 and not states.drafted:
+            counts = (positions[0] + 1).clamp(max=columns).to(torch.int32).unsqueeze(1).expand(-1, heads).flatten()
             starts = torch.arange(len(counts) + 1, dtype=torch.int32, device=positions.device)
             filled = FilledColumns(starts, starts * columns, starts[:-1].unsqueeze(1), counts)
             extent = columns
         elif not states.is_even:
-            mask = (torch.arange(extent, device=positions.device) <= positions.unsqueeze(1))[:, None, None, :]
+            held = _held_positions(positions[-1:].t(), columns)[:, None, :extent]
+            queries = positions.t().unsqueeze(2)
+            visible = (held >= 0) & (held <= queries)
+            if window:
+                visible &= held > queries - window
+            mask = visible.unsqueeze(1)
         return TokenColumns(rows, extent, mask, filled)
 
     def update(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Store [b, heads/t, 1, width]; return the columns that may be filled."""
+        """Store [b, heads/t, s, width]; return the columns that may be filled."""
         seen = []
         for state, part in zip(stored, new, strict=True):
             state.flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(state.dtype))

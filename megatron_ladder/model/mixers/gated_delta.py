@@ -145,9 +145,23 @@ class GatedDeltaHeads(Heads):
                 state.zero_()
         seen = torch.cat((stored["convolution"].squeeze(1).transpose(0, 1).to(channels.dtype), channels))
         operands = self._operands(seen, strength, decay, inputs)
-        outputs, memory = (_delta_step if states.lengths is None else _delta_chunks)(operands, stored["memory"])
-        _store(stored, seen, memory, inputs.newest)
+        if states.lengths is None:
+            outputs = self._continue_by_tokens(operands, seen, stored["memory"], states)
+        else:
+            outputs, memory = _delta_chunks(operands, stored["memory"])
+            assert inputs.newest is not None
+            _store(stored, seen.gather(0, inputs.newest.expand(-1, -1, seen.shape[2])), memory)
         return self.gated_norm(outputs, gate, self.norm, self.epsilon)
+
+    def _continue_by_tokens(self, operands: DeltaOperands, seen: Tensor, memory: Tensor, states: States) -> Tensor:
+        outputs = []
+        for token in range(operands.v.shape[2]):
+            of_token = DeltaOperands(*(part.narrow(2, token, 1) for part in operands))
+            output, memory = _delta_step(of_token, memory)
+            outputs.append(output)
+            stored = {name: state[: len(memory)] for name, state in states.fixed_after(self.number, token).items()}
+            _store(stored, seen[token + 1 :][: self.stored_inputs], memory)
+        return torch.cat(outputs, dim=2)
 
     def _operands(self, seen: Tensor, strength: Tensor, decay: Tensor, inputs: DeltaInputs) -> DeltaOperands:
         mixed = self.convolve(seen, self.filters, inputs.age)
@@ -212,12 +226,9 @@ def _gated_norm(outputs: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -
     return (normed.permute(2, 0, 1, 3).flatten(2) * F.silu(_wide(gate))).to(gate.dtype)
 
 
-def _store(stored: Mapping[str, Tensor], seen: Tensor, memory: Tensor, newest: Tensor | None) -> None:
-    """Keep the newest inputs of the convolution [kernel - 1 + s, b, channels], by default the last ones, and S."""
-    inputs = stored["convolution"].squeeze(1)
-    count = inputs.shape[1]
-    kept = seen[-count:] if newest is None else seen.gather(0, newest.expand(-1, -1, seen.shape[2]))
-    inputs.copy_(kept.transpose(0, 1))
+def _store(stored: Mapping[str, Tensor], newest: Tensor, memory: Tensor) -> None:
+    """Keep the newest inputs of the convolution, [kernel - 1, b, channels], and S."""
+    stored["convolution"].squeeze(1).copy_(newest.transpose(0, 1))
     stored["memory"].copy_(memory)
 
 

@@ -53,9 +53,9 @@ class LatentHeads(AttentionHeads):
 
     def _columns(self, states: States, context: SequenceContext) -> PromptColumns | TokenColumns:
         if states.lengths is not None:
-            return PromptColumns.of(states, len(context.positions), 0)
+            return PromptColumns.of(states, len(context.positions), 0, 0)
         # Latents are usually wider than the heads of kernels that count columns.
-        return TokenColumns.of(states, self.number, "latent", context.positions[0], counts_filled=False)
+        return TokenColumns.of(states, self.number, "latent", context.positions, 0, counts_filled=False)
 
     def attend(self, projected: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
         """See `AttentionHeads.attend`."""
@@ -78,8 +78,8 @@ class LatentHeads(AttentionHeads):
         return self.attend_to(q, k, v, context, inputs)[..., : self.value_dim]
 
     def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend with single queries: q [b, heads/t, 1, d], latents and rotated keys [b, 1, positions, c] ->
-        [b, heads/t, 1, width of a value].
+        """Attend with few queries: q [b, heads/t, s, d], latents and rotated keys [b, 1, positions, c] ->
+        [b, heads/t, s, width of a value].
 
         A head's rows of `kv_b_proj` multiply its query instead of every latent, which gives the same scores, and then
         the weighted sum of the latents. All heads share the latents, so both products are matrix products. The kernels
@@ -88,14 +88,23 @@ class LatentHeads(AttentionHeads):
         rank, rotated = self.latent_widths
         weight = self.kv_b_proj.weight.unflatten(0, (q.shape[1], -1))
         to_key, to_value = weight.split((self.nope, self.value_dim), dim=1)
-        q_nope, q_rotated = q.squeeze(2).split((self.nope, rotated), dim=-1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1).to(weight.dtype), to_key).transpose(0, 1)
+        heads, queries = q.shape[1:3]
+        q_nope, q_rotated = q.split((self.nope, rotated), dim=-1)
+        absorbed = _of_each_head(q_nope.to(weight.dtype), to_key)
         columns = latents.squeeze(1)
-        scores = _scores(torch.cat((absorbed, q_rotated), dim=-1), columns) * self.scale
+        rows = torch.cat((absorbed, q_rotated), dim=-1).flatten(1, 2)
+        scores = (_scores(rows, columns) * self.scale).unflatten(1, (heads, queries))
         if mask is not None:
-            scores = scores.masked_fill(~mask.squeeze(1), -math.inf)
-        attended = torch.bmm(scores.softmax(dim=-1).to(columns.dtype), columns[..., :rank])
-        return torch.bmm(attended.transpose(0, 1).to(weight.dtype), to_value.mT).transpose(0, 1).unsqueeze(2)
+            scores = scores.masked_fill(~mask, -math.inf)
+        shares = scores.softmax(dim=-1).to(columns.dtype).flatten(1, 2)
+        attended = torch.bmm(shares, columns[..., :rank]).unflatten(1, (heads, queries))
+        return _of_each_head(attended.to(weight.dtype), to_value.mT)
+
+
+def _of_each_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply x [b, heads, s, c] with the matrix of each head, [heads, c, d]: [b, heads, s, d]."""
+    by_heads = torch.bmm(x.transpose(0, 1).flatten(1, 2), matrices)
+    return by_heads.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 
 
 def _scores(rows: Tensor, columns: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ Layouts: projections [s, b, sum of widths]; states [slots, heads/t, entries, ...
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.mixers.mixer import Mixer, StateSpec
-from megatron_ladder.blueprint.model import ModelConfig, mixer_states
+from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind, StateSpec
+from megatron_ladder.blueprint.model import ModelConfig, mixer_states, mtp_states
 from megatron_ladder.blueprint.specs import Branch
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import SequenceContext
@@ -22,7 +23,9 @@ from megatron_ladder.parallel.layout import ParallelModule
 class States(NamedTuple):
     """What a pass of generation reads and writes: the states of a rank's mixers, in slots of the batch.
 
-    A pass computes either some positions of prompts, the same of every row, or the newest token of each row.
+    A pass computes either some positions of prompts, the same of every row, or the newest tokens of each row: one, or a
+    drafted continuation, whose end may turn out to be wrong. Then `keep` undoes its effect on fixed states. Those that
+    grow keep the wrong tokens until others take their places: nothing sees positions after its own.
     """
 
     tensors: Sequence[Mapping[str, Tensor]]
@@ -34,7 +37,9 @@ class States(NamedTuple):
     extent: int = 0
     """With the newest tokens: at least the number of positions of the longest row."""
     is_even: bool = False
-    """With the newest tokens: whether every row has `extent` positions."""
+    """With the newest tokens: whether every row has one, which is its last of `extent` positions."""
+    drafted: Sequence[Mapping[str, Tensor]] = ()
+    """The fixed states after each of the newest tokens, [tokens, slots, ...], if there may be several."""
 
     @property
     def begins(self) -> bool:
@@ -43,19 +48,54 @@ class States(NamedTuple):
 
     @staticmethod
     def allocate(
-        config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
+        config: ModelConfig,
+        ranks: int,
+        slots: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        draft_tokens: int = 0,
+        of_head: bool = False,
     ) -> "States":
-        """Return empty states of one of `ranks` tensor-parallel ranks."""
+        """Return empty states of one of `ranks` tensor-parallel ranks, for the layers of a model or its drafting head.
 
-        def allocated(specs: Sequence[StateSpec]) -> dict[str, Tensor]:
-            tensors = {}
-            for spec in specs:
-                kept = torch.promote_types(dtype, torch.float32) if spec.is_fp32 else dtype
-                # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
-                tensors[spec.name] = torch.zeros(slots, *spec.shape_for(positions), dtype=kept, device=device)
-            return tensors
+        A pass has up to `1 + draft_tokens` newest tokens of each row.
+        """
+        specs = mtp_states(config, ranks) if of_head else mixer_states(config, ranks)
 
-        return States([allocated(specs) for specs in mixer_states(config, ranks)])
+        def allocated(spec: StateSpec, *dims: int) -> Tensor:
+            # No token of a pass may take the place of one that an earlier token of the pass sees.
+            spec = replace(spec, window=spec.window + draft_tokens)
+            kept = torch.promote_types(dtype, torch.float32) if spec.is_fp32 else dtype
+            # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
+            return torch.zeros(*dims, slots, *spec.shape_for(positions), dtype=kept, device=device)
+
+        tensors = [{spec.name: allocated(spec) for spec in of_mixer} for of_mixer in specs]
+        if not draft_tokens:
+            return States(tensors)
+        fixed = [[spec for spec in of_mixer if spec.kind is StateKind.FIXED] for of_mixer in specs]
+        drafted = [{spec.name: allocated(spec, draft_tokens + 1) for spec in of_mixer} for of_mixer in fixed]
+        return States(tensors, drafted=drafted)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot."""
+        of_slots = (state for of_mixer in self.tensors for state in of_mixer.values())
+        drafted = (state[:, 0] for of_mixer in self.drafted for state in of_mixer.values())
+        return sum(state[0].nbytes for state in of_slots) + sum(state.nbytes for state in drafted)
+
+    def fixed_after(self, number: int, token: int) -> Mapping[str, Tensor]:
+        """Return where to store the fixed states of a mixer after one of the newest tokens, for all slots."""
+        if not self.drafted:
+            return self.tensors[number]
+        return {name: states[token] for name, states in self.drafted[number].items()}
+
+    def keep(self, tokens: Tensor) -> None:
+        """Continue with the fixed states after the newest token with the number `tokens`, [b], of each row."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        for of_mixer, drafted in zip(self.tensors, self.drafted, strict=True):
+            for name, states in drafted.items():
+                of_mixer[name][: len(tokens)] = states[tokens, rows]
 
 
 class Heads(ParallelModule):

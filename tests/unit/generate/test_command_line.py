@@ -22,6 +22,7 @@ from tests.helpers.tokenizer_copies import write_words
 from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
     MODELS,
+    drafting_reference,
     reference_of,
     tiny_config,
     train_tokenizer,
@@ -230,6 +231,13 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
         (["--tokens", "1", "--tp-all-reduce", "symmetric"], "--tp-all-reduce symmetric needs all ranks on GPUs"),
         (["--tokens", "1", "--compile-sub-blocks"], "--compile-sub-blocks: no C++ compiler was found"),
         (["--tokens", "1", "--chat"], "--tokens and --chat exclude each other"),
+        (
+            ["--tokens", "1", "--draft", "mtp"],
+            "--draft mtp: {model} has no drafting head; leave it out, or train one with",
+        ),
+        (["--tokens", "1", "--draft-tokens", "2"], "--draft-tokens 2 requires --draft"),
+        (["--tokens", "1", "--draft", "mtp", "--draft-tokens", "0"], "--draft-tokens 0: expected 1 or more"),
+        (["--tokens", "1 2", "--draft", "mtp", "--score"], "--score and --draft exclude each other"),
         (["--tokens", ","], "--tokens: the prompt is empty"),
         (["--prompt", "a", ""], "--prompt '': the prompt is empty"),
         (["--tokens", "1", "300"], "--tokens: the id 300 is outside the model's vocabulary of 300"),
@@ -248,7 +256,24 @@ def test_flags_and_prompts_that_cannot_be_continued(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda program: None)
     (error,) = errors_of(main, ["--model", str(run_folder), *flags])
-    assert error.startswith(expected)
+    assert error.startswith(expected.replace("{model}", str(run_folder / "iter_0000010")))
+
+
+def test_drafts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the bytes of the head's states, and of those after each draft."""
+    config = tiny_config(**MODELS["delta"], mtp_num_layers=1)
+    weights, _ = drafting_reference(config, 3.0)
+    argv = ["--model", str(write_checkpoint(tmp_path, config, weights)), "--tokens", "5 9 3", "--temperature", "0"]
+    argv += ["--max-new-tokens", "25"]
+    (plain,) = lines_of(argv, capsys)
+    assert "accepted_length" not in plain and "accepted" not in capsys.readouterr().err
+    (drafted,) = lines_of([*argv, "--draft", "mtp", "--draft-tokens", "2"], capsys)
+    assert (drafted["ids"], drafted["accepted_length"]) == (plain["ids"], 3.0)
+    main([*argv, "--draft", "mtp", "--draft-tokens", "2"])
+    assert "; accepted length 3.00; states of a sequence: " in capsys.readouterr().err
+    entry = 4 * 2 * config.num_key_value_heads * config.head_dim
+    fixed = plain["state_bytes"] - 28 * entry
+    assert drafted["state_bytes"] == 4 * fixed + 2 * (28 + 2) * entry
 
 
 def test_kernels_of_sinks_are_checked_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

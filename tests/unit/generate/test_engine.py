@@ -50,8 +50,8 @@ def force(rows: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> mock.Mo
     """Let every model choose these tokens, a row at each step; return the sampler that does."""
     following, sampler = iter(rows), mock.Mock(plan=SamplingPlan.of([]))
     sampler.choose.side_effect = lambda logits, uniform: logits
-    sampler.draw.side_effect = lambda count: [0.0] * count
-    sampler.read.side_effect = lambda chosen: Chosen(next(following), None)
+    sampler.draw.side_effect = lambda count, numbers=1: [[0.0] * numbers] * count
+    sampler.read.side_effect = lambda chosen: Chosen([[token] for token in next(following)], None)
     monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
     return sampler
 

@@ -35,8 +35,8 @@ def new_sampler(
 
 
 def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
-    uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64).unsqueeze(1)
-    tokens = sampler.read(sampler.choose(logits, uniform)).tokens
+    uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64)
+    tokens = [token for (token,) in sampler.read(sampler.choose(logits, uniform)).tokens]
     if NO_TOKEN not in tokens:
         sampler.count(torch.tensor(tokens).unsqueeze(1))
     return tokens

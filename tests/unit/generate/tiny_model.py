@@ -119,6 +119,28 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
     return make_weights(reference, seed), reference
 
 
+def drafting_reference(
+    config: ModelConfig, sharpness: float, sign: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], ReferenceConfig]:
+    """Return weights of a model with a drafting head, and sizes, for `tests.reference`.
+
+    Every word has a usual next word, which the head knows. The larger the `sharpness`, the more rarely the context
+    makes another one of it, in the model or in the head. With a negative `sign`, the head expects it least.
+    """
+    reference = ReferenceConfig.like(config)
+    weights = make_weights(reference, 3, dtype)
+    generator = torch.Generator().manual_seed(5)
+    words = weights["embedding.weight"]
+    words *= sharpness / words.std()
+    if not config.tie_embeddings:
+        following = torch.randperm(config.vocab_size, generator=generator)
+        noise = torch.randn(words.shape, generator=generator, dtype=torch.float64)
+        weights["lm_head.weight"][following] = words / words.norm(dim=1, keepdim=True) + 0.1 * noise.to(dtype)
+    of_words = weights[f"layers.{config.num_layers}.eh_proj.weight"][:, : config.hidden_size]
+    of_words += sign * 3 * torch.eye(config.hidden_size, dtype=dtype)
+    return weights, reference
+
+
 def tiny_model(
     config: ModelConfig,
     weights: Mapping[str, Tensor],
@@ -131,9 +153,12 @@ def tiny_model(
     return build_on(ProcessMesh.single(), config, weights, options, packed, dtype)
 
 
-def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor] | None = None) -> GenerationEngine:
+def tiny_engine(
+    config: ModelConfig, weights: Mapping[str, Tensor] | None = None, draft_tokens: int = 0
+) -> GenerationEngine:
     """Build an engine of one rank."""
-    return GenerationEngine(tiny_model(config, weights or reference_of(config)[0]), ProcessMesh.single())
+    model = tiny_model(config, weights or reference_of(config)[0])
+    return GenerationEngine(model, ProcessMesh.single(), draft_tokens=draft_tokens)
 
 
 def write_checkpoint(
