@@ -45,5 +45,7 @@ class CudaSideQueue:
 
     def join(self) -> None:
         """Make later work of the current stream run after the chains so far."""
-        torch.cuda.current_stream().wait_event(self._stream.record_event())
-        self._held.clear()
+        # Otherwise there is nothing to wait for, and a capture must not wait for work outside of it.
+        if self._held:
+            torch.cuda.current_stream().wait_event(self._stream.record_event())
+            self._held.clear()

@@ -31,10 +31,12 @@ class Crossing(Protocol):
     Both are differentiable; the collectives of their backward are waited for at once.
     """
 
-    arguments: tuple[Tensor, ...]
-    """Further arguments of the body."""
     kept: tuple[Tensor, ...]
     """What is not computed again when the input is."""
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Further arguments of the body; to be read when its input has arrived."""
 
     def start_read(self, stream: Tensor) -> InFlight:
         """Start to map what this rank sends to the input of its body."""

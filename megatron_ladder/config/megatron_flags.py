@@ -92,9 +92,10 @@ _RULES = {
         --moe-extended-tp --enable-expert-tensor-parallelism --create-moe-param-group""",
     "the weights of experts multiply their outputs: another model is not supported": "--moe-apply-probs-on-input",
     "no token is dropped: leave it out": """
-        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity
         --moe-token-drop-policy --moe-token-dropping --moe-train-capacity-factor --moe-eval-capacity-factor
         --moe-min-capacity""",
+    "no token is dropped: leave it out, or use --moe-expert-capacity for a number of rows": """
+        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity""",
     "tokens are exchanged by the all-to-all of NCCL or gloo: leave it out": """
         --moe-token-dispatcher-type=alltoall --moe-enable-deepep --moe-deepep-* --moe-flex-* --moe-*hybridep*
         --moe-ncclep-* --moe-dispatch-* --moe-combine-*""",

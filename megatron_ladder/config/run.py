@@ -65,11 +65,8 @@ class RunConfig(Sections):
     @property
     def captures_by_default(self) -> bool:
         """Whether --cuda-graph auto captures the passes of a step, if the host need not wait for chosen experts."""
-        parallel = self.parallel
         is_excluded = self.needs_deepspeed or self.data.reset_attention_mask or self.profile.profile
-        # The host reads how many tokens arrive.
-        is_excluded = is_excluded or parallel.expert_model_parallel_size > 1
-        return not is_excluded and layout_captures(parallel.zero_stage, self.data_parallel_size)
+        return not is_excluded and layout_captures(self.parallel.zero_stage, self.data_parallel_size)
 
     @property
     def chunks(self) -> int:

@@ -129,10 +129,7 @@ class TrainingConfig:
     if a compiler and Triton are installed, unless --norm-implementation apex is given. Without a value: true."""
     cuda_graph: Literal["auto", "true", "false"] = flag(
         "auto",
-        excludes=(
-            *("zero_stage 2", "zero_stage 3", "offload_optimizer"),
-            *("reset_attention_mask", "profile", "expert_model_parallel_size"),
-        ),
+        excludes=("zero_stage 2", "zero_stage 3", "offload_optimizer", "reset_attention_mask", "profile"),
     )
     """Capture forward and backward of a micro-batch as CUDA graphs and replay them, so that the host does not launch
     each kernel. auto: on CUDA if nothing excludes it, and five steps with graphs are faster than five without. Without
@@ -159,6 +156,13 @@ class TrainingConfig:
             ),
             "{compile_sub_blocks!f} compiles torch's norm",
             "leave out {norm_implementation} apex or {compile_sub_blocks}",
+        ),
+        rule(
+            lambda cuda_graph, expert_model_parallel_size, moe_expert_capacity: (
+                cuda_graph == "true" and expert_model_parallel_size > 1 and moe_expert_capacity is None
+            ),
+            "{cuda_graph} with {expert_model_parallel_size}: the host reads how many tokens arrive",
+            "add {moe_expert_capacity}, or leave it out",
         ),
     )
 
@@ -302,6 +306,10 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = flag(None, minimum=1, requires="num_experts")
     """Ranks that divide the width of an expert, to check it: 1 with --expert-model-parallel-size or --expert-sharding
     experts, otherwise the tensor-parallel size, which Megatron's default always is."""
+    moe_expert_capacity: int | None = flag(None, minimum=1, requires="expert_model_parallel_size")
+    """Rows that each rank sends to each expert in a training pass, with padding, so that steps can be captured in CUDA
+    graphs. A step that needs more is repeated with a larger capacity: no token is dropped. By default, ranks send as
+    many rows as they have, and the host reads their numbers."""
     tp_overlap: bool = True
     """Leave tensor-parallel all-reduces, and the all-to-alls of experts, in flight under later sub-blocks. Without this
     overlap, each is waited for immediately after its launch; for comparison, as results are the same."""

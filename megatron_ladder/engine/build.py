@@ -102,6 +102,7 @@ def build_rank_model(
             training.moe_router_load_balancing_type,
             training.moe_z_loss_coeff,
             run.parallel.expert_sharding,
+            run.parallel.moe_expert_capacity,
         ),
         distillation=distillation,
         mtp=MTPOptions(training.mtp_loss_scaling_factor, training.mtp_detach_heads),
@@ -155,7 +156,8 @@ def _captures(run: RunConfig, model: LanguageModel, device: torch.device) -> boo
         return False
     if choice == "auto" and not run.captures_by_default:
         return False
-    if not waits_for_choices(model):
+    teacher = [] if model.distillation is None else [model.distillation.teacher]
+    if not any(map(waits_for_choices, (model, *teacher))):
         return True
     if choice == "auto":
         return False

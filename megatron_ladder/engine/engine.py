@@ -170,6 +170,12 @@ class Engine:
         if self.passes is not None:
             self.passes.restart()
 
+    def set_expert_capacity(self, rows: int) -> None:
+        """Let each rank send so many rows to each expert from the next pass on; all ranks must call it."""
+        self._model.set_expert_capacity(rows)
+        if self.passes is not None:
+            self.passes.restart()
+
     def _place(self, chunk: int) -> int:
         return chunk * self._mesh.pipeline.size + self._mesh.pipeline.rank
 

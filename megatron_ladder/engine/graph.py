@@ -170,7 +170,7 @@ class CapturedPasses:
         return self._memory.measuring((work.chunk, work.micro_batch))
 
     def restart(self) -> None:
-        """Free the graphs, because other weights train now; the next step runs without graphs, and is measured."""
+        """Free the graphs, because passes differ from now on; the next step runs without graphs, and is measured."""
         self._free()
         self._memory = None
         del self._starts[_WARM_UP_STEPS if self._measures else self._first - 1 :]

@@ -136,9 +136,12 @@ class _SummedMatrices(_ExpertMatrices):
 class _DividedMatrices(_ExpertMatrices):
     """Those of an expert-parallel rank, which computes rows of its experts only."""
 
-    def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None) -> Tensor:
-        """Return the weighted output of one local expert for each row [m, h + 1], which ends in its weight."""
-        sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=True)
+    def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None, has_padding: bool) -> Tensor:
+        """Return the weighted output of one local expert for each row [m, h + 1], which ends in its weight.
+
+        That of padding, which has no local expert, is zero.
+        """
+        sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=not has_padding)
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return run_experts(rows, matrices, None, ExpertPass(sorted_rows, len(rows), self.swiglu, input_gradient))
 
@@ -282,45 +285,76 @@ class _TokenExchange:
     an output travels as tokens, and that of an input returns as [m, h + 1], summed over the choices of each token, with
     the gradients of the weights.
 
+    Without a capacity, the host reads how many rows it sends and receives. With one, every rank sends so many rows of
+    each expert, of which some are padding: zeros, whose results nothing reads.
+
     Attributes:
-        arguments: the local expert of each row, [m].
+        counts: how many rows of each expert this rank sends, without padding and limit, [ranks, local experts].
         kept: the choices and loads.
     """
 
-    arguments: tuple[Tensor, ...]
-
-    def __init__(self, group: CommGroup, chosen: Tensor, experts: int, width: int, kept: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self,
+        group: CommGroup,
+        chosen: Tensor,
+        experts: int,
+        width: int,
+        kept: tuple[Tensor, ...],
+        capacity: int | None,
+    ) -> None:
         """Send the numbers of rows ahead; `chosen` [s, b, k] of so many experts, for tokens of this width."""
         self.kept = kept
         self._group = group
         self._width = width
+        self._capacity = capacity
         self._rows = SortedRows.of(chosen, 0, experts, all_local=True)
-        counts = self._rows.offsets.diff(prepend=self._rows.offsets.new_zeros(1)).view(group.size, -1)
+        self.counts = self._rows.counts.view(group.size, -1)
         each = [1] * group.size
-        self._counts = counts
-        self._arriving: InFlight | None = InFlight(*group.start_all_to_all(counts, each, each))
+        self._arriving = InFlight(*group.start_all_to_all(self.counts, each, each))
+        self._padding: Tensor | None = None
+        if capacity is not None:
+            self._rows, self._padding = self._rows.padded(capacity)
 
-    def _wait_for_counts(self, arriving: InFlight) -> None:
-        """Learn how many rows come from where; the only time when the host waits for the choices."""
-        counts = arriving.wait()
-        self._sent, self._received = torch.stack([self._counts.sum(1), counts.sum(1)]).tolist()
-        experts = torch.arange(counts.shape[1], device=counts.device).repeat(self._group.size)
-        self.arguments = (experts.repeat_interleave(counts.flatten(), output_size=sum(self._received)),)
-        self._arriving = None
+    @functools.cached_property
+    def _received_counts(self) -> Tensor:
+        return self._arriving.wait()
+
+    @functools.cached_property
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """How many rows go to and come from each rank; the only time when the host waits for the choices."""
+        if self._capacity is not None:
+            each = [self.counts.shape[1] * self._capacity] * self._group.size
+            return each, each
+        sent, received = torch.stack([self.counts.sum(1), self._received_counts.sum(1)]).tolist()
+        return sent, received
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """The local expert of each row, [m]; padding has the number after the last one."""
+        counts = self._received_counts
+        ranks, experts = counts.shape
+        numbers = torch.arange(experts, device=counts.device)
+        if self._capacity is None:
+            _, received = self._splits
+            return (numbers.repeat(ranks).repeat_interleave(counts.flatten(), output_size=sum(received)),)
+        is_row = torch.arange(self._capacity, device=counts.device) < counts.unsqueeze(-1)
+        return (torch.where(is_row, numbers.unsqueeze(-1), experts).flatten(),)
 
     def start_read(self, stream: Tensor) -> InFlight:
         """See `Crossing`."""
-        if self._arriving is not None:
-            self._wait_for_counts(self._arriving)
+        sent, received = self._splits
         tokens, weights = stream.flatten(0, -2).tensor_split([self._width], dim=-1)
         rows = tokens[self._rows.tokens]
         if weights.shape[-1]:
             rows = torch.cat([rows, self._rows.sort(weights).unsqueeze(-1)], dim=-1)
-        return start_exchange(rows, self._sent, self._received, self._group)
+        if self._padding is not None:
+            rows.masked_fill_(self._padding.unsqueeze(-1), 0)
+        return start_exchange(rows, sent, received, self._group)
 
     def start_write(self, partial: Tensor) -> InFlight:
         """See `Crossing`."""
-        return start_exchange(partial, self._received, self._sent, self._group)._replace(finish=self._sum_choices)
+        sent, received = self._splits
+        return start_exchange(partial, received, sent, self._group)._replace(finish=self._sum_choices)
 
     def _sum_choices(self, rows: Tensor) -> Tensor:
         products, weights = rows.tensor_split([self._width], dim=-1)
@@ -331,12 +365,17 @@ class _TokenExchange:
 
 
 class DividedExperts(Body):
-    """Routed experts of which each expert-parallel rank has some; also the border where it chooses and sends tokens."""
+    """Routed experts of which each expert-parallel rank has some; also the border where it chooses and sends tokens.
+
+    Attributes:
+        capacity: how many rows each rank sends to each expert in training, used or not; None: as many as are used.
+    """
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         (branch,) = tensors.branches
         self.group = build.mesh.experts
+        self.capacity = build.experts.capacity
         self.routed = _RoutedExperts(build, tensors, branch)
 
     @property
@@ -347,20 +386,32 @@ class DividedExperts(Body):
     def open(self, normed: Tensor, context: SequenceContext, earlier: Crossing | None = None) -> SentInput:
         """See `Border`."""
         chosen, weights, stats, kept = self.routed.route(normed, context, earlier=earlier.kept if earlier else ())
-        experts = self.routed.config.num_experts
-        crossing = earlier or _TokenExchange(self.group, chosen, experts, normed.shape[-1], kept)
-        return SentInput(torch.cat([normed, weights.to(normed.dtype)], dim=-1), crossing, stats)
+        sent = torch.cat([normed, weights.to(normed.dtype)], dim=-1)
+        if earlier is not None:
+            return SentInput(sent, earlier, stats)
+        experts, capacity = self.routed.config.num_experts, self._capacity(context)
+        crossing = _TokenExchange(self.group, chosen, experts, normed.shape[-1], kept, capacity)
+        if capacity is not None:
+            stats = stats._replace(most_rows=crossing.counts.max())
+        return SentInput(sent, crossing, stats)
 
     def forward(
         self, rows: Tensor, context: SequenceContext, input_gradient: InputGradient | None, experts: Tensor
     ) -> BodyOutput:
         """Received rows [m, h + 1] of these local experts [m] -> their weighted products [m, h]."""
-        return BodyOutput(self.routed.matrices(rows, experts, input_gradient))
+        has_padding = self._capacity(context) is not None
+        return BodyOutput(self.routed.matrices(rows, experts, input_gradient, has_padding))
+
+    def _capacity(self, context: SequenceContext) -> int | None:
+        # A step can be repeated, a pass without backward cannot.
+        return self.capacity if context.counts else None
 
 
 def waits_for_choices(model: nn.Module) -> bool:
-    """Whether the host waits in a pass on CUDA until experts are chosen, so that no graph can contain it."""
-    return any(reads_on_host(module.gate) for module in model.modules() if isinstance(module, _ExpertMatrices))
+    """Whether the host waits in a training pass on CUDA until experts are chosen, so that no graph can contain it."""
+    modules = [*model.modules()]
+    reads_counts = any(isinstance(module, DividedExperts) and module.capacity is None for module in modules)
+    return reads_counts or any(reads_on_host(module.gate) for module in modules if isinstance(module, _ExpertMatrices))
 
 
 def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tenso
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
-from megatron_ladder.model.experts import Router
+from megatron_ladder.model.experts import DividedExperts, Router
 from megatron_ladder.model.mtp import DraftingHead, shift_targets, shift_tokens
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
@@ -136,6 +136,7 @@ class LanguageModel(nn.Module):
             self.mtp = DraftingHead(build, tensors, replace(options, recompute_layers=recomputed))
             stage_layers.append(config.num_layers)
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
+        self.expert_capacity = experts.capacity
         self._router_rows = [row for row, layer in enumerate(config.mtp_config.moe_layers) if layer in stage_layers]
         self._mtp_losses = () if tensors is None else (MTP_LOSS,)
         self.extra_losses = (*self._head_losses, *self._mtp_losses, *self.stack.loss_names)
@@ -341,6 +342,13 @@ class LanguageModel(nn.Module):
         of_mtp = scales.mtp_targets.expand(len(self._mtp_losses))
         of_bodies = scales.tokens.expand(len(self.stack.loss_names))
         return sums * torch.cat([of_head, of_mtp, of_bodies])
+
+    def set_expert_capacity(self, rows: int) -> None:
+        """Let each rank send so many rows to each expert from the next pass on."""
+        self.expert_capacity = rows
+        for module in self.modules():
+            if isinstance(module, DividedExperts):
+                module.capacity = rows
 
     @torch.no_grad()
     def follow_loads(self, loads: Tensor, rate: float) -> None:

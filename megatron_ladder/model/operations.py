@@ -149,6 +149,9 @@ class ExpertOptions:
     """Coefficient of the squared log of the normaliser of the router's softmax."""
     sharding: Literal["width", "experts"] = "width"
     """What a tensor-parallel rank holds: a part of the width of every expert, or whole experts."""
+    capacity: int | None = None
+    """How many rows an expert-parallel rank sends to each expert in training, used or not; None: as many as are
+    used."""
 
     @property
     def loss_names(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What passes return besides a state: losses, and the loads of experts."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -20,14 +21,21 @@ class PassStats(NamedTuple):
     """Scalars by name, which the loss of a state's backward does not contain."""
     loads: Mapping[int, Tensor] = MappingProxyType({})
     """How many tokens, without padding, chose each expert, [E] int64, by number of the layer."""
+    most_rows: Tensor | None = None
+    """The most rows that an expert needs of this rank, a scalar, where their number is limited; not equal on ranks."""
 
     def detached(self) -> "PassStats":
         """Return the sums without their graphs."""
         return self._replace(losses={name: loss.detach() for name, loss in self.losses.items()})
 
     def plus(self, other: "PassStats") -> "PassStats":
-        """Return the sums of both."""
-        return PassStats(_sum_by_key(self.losses, other.losses), _sum_by_key(self.loads, other.loads))
+        """Return the sums of both, and the most rows of either."""
+        most_rows = [stats.most_rows for stats in (self, other) if stats.most_rows is not None]
+        return PassStats(
+            _sum_by_key(self.losses, other.losses),
+            _sum_by_key(self.loads, other.loads),
+            functools.reduce(torch.maximum, most_rows) if most_rows else None,
+        )
 
 
 def _sum_by_key(first: Mapping[Key, Tensor], second: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
@@ -43,6 +51,7 @@ class StepStats:
         loss: that of the targets, with its factor; a scalar.
         losses: those of the passes, by name, [n] fp64.
         loads: those of the passes, by layer with experts, [layers, E] int64.
+        most_rows: the most rows of all passes, a scalar, int64.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class StepStats:
         self.loss = torch.zeros((), dtype=dtype, device=device)
         self.losses = torch.zeros(len(names), dtype=torch.float64, device=device)
         self.loads = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+        self.most_rows = torch.zeros((), dtype=torch.int64, device=device)
         self._losses = dict(zip(names, self.losses.unbind(), strict=True))
         self._loads = dict(zip(layers, self.loads.unbind(), strict=True))
 
@@ -61,8 +71,10 @@ class StepStats:
             self._losses[name] += loss
         for layer, loads in stats.loads.items():
             self._loads[layer] += loads
+        if stats.most_rows is not None:
+            torch.maximum(self.most_rows, stats.most_rows, out=self.most_rows)
 
     def clear(self) -> None:
         """Start again at zero."""
-        for total in (self.loss, self.losses, self.loads):
+        for total in (self.loss, self.losses, self.loads, self.most_rows):
             total.zero_()

@@ -231,9 +231,29 @@ class SortedRows(NamedTuple):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return SortedRows(order, offsets, back, chosen.shape, all_local)
 
+    def padded(self, capacity: int) -> tuple["SortedRows", Tensor]:
+        """Return the order with `capacity` rows for each expert, and which of them are padding, [E capacity].
+
+        Padding has the index of any choice. Choices beyond the capacity of their expert have its last row.
+        """
+        starts = self.offsets - self.counts
+        places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
+        is_padding = places >= self.offsets.unsqueeze(1)
+        order = self.order[places.clamp(max=len(self.order) - 1)]
+        experts = self.experts
+        place_of_expert = torch.arange(len(self.order), device=starts.device) - starts[experts]
+        rows = experts * capacity + place_of_expert.clamp(max=capacity - 1)
+        offsets = torch.arange(1, len(starts) + 1, dtype=torch.int32, device=starts.device) * capacity
+        return self._replace(order=order.flatten(), offsets=offsets, back=rows[self.back]), is_padding.flatten()
+
     def after(self, count: int) -> "SortedRows":
         """Return the order without the first `count` sorted rows; only for products."""
         return self._replace(order=self.order[count:], offsets=(self.offsets - count).clamp(min=0))
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of rows of each local expert, [E] int32."""
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
 
     @property
     def tokens(self) -> Tensor:
@@ -297,8 +317,7 @@ def _multiply_outer(left: Tensor, right: Tensor, sorted_rows: SortedRows) -> Ten
         product = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
         if left.is_cuda and torch.cuda.get_device_capability(left.device)[0] >= _BLACKWELL:
             # There it leaves the gradients of experts without rows unwritten (pytorch/pytorch#172439).
-            is_empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
-            product.masked_fill_(is_empty.view(-1, 1, 1), 0)
+            product.masked_fill_((sorted_rows.counts == 0).view(-1, 1, 1), 0)
         return product
     product = left.new_zeros(len(offsets), left.shape[-1], right.shape[-1])
     start = 0

@@ -270,6 +270,11 @@ def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:
 
 def report_finding(record: RunRecord, rank: int, iteration: int, result: StepResult) -> None:
     """Print and record what was wrong with a step, if anything."""
+    if result.expert_capacity is not None:
+        cause = "an expert needed more rows than {moe_expert_capacity} allowed, and no token was dropped"
+        note = Problem({}, f"iteration {iteration} was repeated with {result.expert_capacity}: {cause}")
+        print_rank_0(str(note), rank)
+        record.write_first("capacity", iteration=iteration, rows=result.expert_capacity)
     finding = result.finding
     if finding is None:
         return

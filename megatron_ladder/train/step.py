@@ -5,18 +5,27 @@ depends neither on the micro-batch size nor on the number of ranks that share th
 over the tokens without padding, likewise. Every rank reads its batches, and so knows both numbers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
-from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient, sum_partial_gradients
+from megatron_ladder.engine.state import (
+    Gradients,
+    clip_gradients,
+    gradient_norm,
+    locate_bad_gradient,
+    sum_partial_gradients,
+)
 from megatron_ladder.model.language_model import LossScales
 from megatron_ladder.model.mtp import shift_targets
+from megatron_ladder.model.stats import StepStats
 from megatron_ladder.parallel.vocabulary import IGNORED
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
@@ -38,6 +47,8 @@ class StepResult(NamedTuple):
     extra_sums: Sequence[float] = ()
     pipeline_idle: float | None = None
     """Mean share of the previous step's time in passes that a stage waited for others; None if it is not known."""
+    expert_capacity: int | None = None
+    """Rows per expert and rank with which the step was repeated, because an expert needed more; None: it was not."""
 
     @property
     def skipped(self) -> bool:
@@ -56,7 +67,7 @@ def train_step(
 
     `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
     gradient norm's collective. The host waits for the device only to read its result; `meanwhile` is called before,
-    when the device has the passes to compute.
+    when the device has the passes to compute. A step in which an expert needs more rows than it has is repeated.
     """
     engine, model, mesh, guard = trainer.engine, trainer.model, trainer.mesh, trainer.guard
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
@@ -71,24 +82,20 @@ def train_step(
     # Forward and backward of all micro-batches. Gradients are reduced under the last backward pass.
     stats = engine.train(micro_batches, scales)
     meanwhile()
+    rank_numbers = torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64)
+    numbers = torch.cat([counts[:1], to_device(rank_numbers, trainer.device)])
+    sums = _sum_over_ranks(trainer, stats, scales, numbers)
 
-    # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
-    gradients = engine.optimizer.gradients()
-    sum_partial_gradients(gradients, mesh, trainer.device)
-
-    # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
-    extra_losses = model.mean_losses(stats.losses, scales)
-    numbers = to_device(torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64), trainer.device)
-    replicated = torch.cat([stats.loss.double().reshape(1), extra_losses, stats.loads.double().flatten()])
-    packed = torch.cat([replicated, counts[:1], numbers])
-    norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
-    # Every tensor-parallel rank contributed the same losses and loads.
-    loss, *others = (summed / mesh.tensor.size for summed in sums[: len(replicated)])
-    target_count, busy_seconds, whole_seconds, *extra_sums = sums[len(replicated) :]
+    # Without finite numbers, no update follows, whatever further rows contain.
+    expert_capacity = None
+    while sums.lacks_rows and math.isfinite(sums.norm) and math.isfinite(sums.loss):
+        expert_capacity = _raise_expert_capacity(trainer, stats)
+        stats = engine.train(micro_batches, scales)
+        sums = _sum_over_ranks(trainer, stats, scales, numbers)
+    gradients, norm, loss = sums.gradients, sums.norm, sums.loss
+    target_count, busy_seconds, whole_seconds, *extra_sums = sums.numbers
     # All ranks but those of the first stage, where a step begins and ends, contributed no whole seconds.
     idle = 1 - busy_seconds / (whole_seconds * mesh.pipeline.size) if whole_seconds and mesh.pipeline.size > 1 else None
-    named_losses = dict(zip(model.extra_losses, others, strict=False))
-    loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(stats.loads.shape)
 
     # All ranks judge the same numbers.
     finding = None
@@ -103,14 +110,59 @@ def train_step(
     elif kind == "loss spike":
         finding = Finding(kind, guard.skips_spikes, f"{text}, which is a spike")
 
-    result = StepResult(norm, rate, loss, named_losses, loads, finding, extra_sums, idle)
+    result = StepResult(norm, rate, loss, sums.extra_losses, sums.loads, finding, extra_sums, idle, expert_capacity)
     if result.skipped:
         engine.optimizer.discard_gradients()
     else:
         clip_gradients(gradients, norm, trainer.run.optimizer.clip_grad)
         engine.optimizer.step()
-        model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
+        model.follow_loads(sums.loads, trainer.run.training.moe_router_bias_update_rate)
     return result
+
+
+class _Sums(NamedTuple):
+    """Sums over all ranks of what the passes of a step have computed; see `StepResult`."""
+
+    gradients: Gradients
+    norm: float
+    loss: float
+    extra_losses: Mapping[str, float]
+    loads: Tensor
+    lacks_rows: bool
+    """Whether an expert needed more rows than it has, so that the step has to be repeated."""
+    numbers: Sequence[float]
+
+
+def _sum_over_ranks(trainer: Trainer, stats: StepStats, scales: LossScales, numbers: Tensor) -> _Sums:
+    """Sum gradients, what the passes of each rank counted, and further numbers, [n] fp64 on the device."""
+    model, mesh = trainer.model, trainer.mesh
+    # Tensor-parallel ranks sum their parts of the gradients of weights that they all hold.
+    gradients = trainer.engine.optimizer.gradients()
+    sum_partial_gradients(gradients, mesh, trainer.device)
+
+    # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
+    extra_losses = model.mean_losses(stats.losses, scales)
+    replicated = torch.cat([stats.loss.double().reshape(1), extra_losses, stats.loads.double().flatten()])
+    lacks_rows = (stats.most_rows > (model.expert_capacity or 0)).double().reshape(1)
+    packed = torch.cat([replicated, lacks_rows, numbers])
+    norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
+    # Every tensor-parallel rank contributed the same losses and loads.
+    loss, *others = (summed / mesh.tensor.size for summed in sums[: len(replicated)])
+    ranks_that_lack_rows, *summed_numbers = sums[len(replicated) :]
+    named_losses = dict(zip(model.extra_losses, others, strict=False))
+    loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(stats.loads.shape)
+    return _Sums(gradients, norm, loss, named_losses, loads, ranks_that_lack_rows > 0, summed_numbers)
+
+
+def _raise_expert_capacity(trainer: Trainer, stats: StepStats) -> int:
+    """Give every expert an eighth more rows of each rank than one has needed, and return their number.
+
+    Layers that read outputs without the missing rows may have needed too few.
+    """
+    needed = int(trainer.mesh.world.all_reduce(stats.most_rows, dist.ReduceOp.MAX))
+    rows = needed + math.ceil(needed / 8)
+    trainer.engine.set_expert_capacity(rows)
+    return rows
 
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

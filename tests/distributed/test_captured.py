@@ -37,6 +37,7 @@ EXPERTS = (
     "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid"
 )
+MOVED, ROWS, SHARDED = "--expert-model-parallel-size", "--moe-expert-capacity", "--sequence-parallel"
 
 WINDOWS = "--window-size 3 --window-layers [1] --softmax-type learnable"
 
@@ -218,6 +219,8 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
             (f"{DELTA} --residual-mode ladder --tensor-model-parallel-size 2 --bf16", 2),
             (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 3),
             (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
+            (f"{EXPERTS} {MOVED} 2 {ROWS} 24 --residual-mode farskip --recompute-granularity full", 2),
+            (f"{EXPERTS} {MOVED} 4 {ROWS} 12 --residual-mode ladder --tensor-model-parallel-size 2 {SHARDED}", 3),
         ],
         2,
     ),
@@ -406,3 +409,30 @@ def test_graphs_are_kept_if_steps_are_faster_with_them(
     assert sharded.gathers_late is kept
     times = f"{1000 * seconds} ms with graphs, 1000.0 ms without"
     assert capsys.readouterr().out == f"--cuda-graph auto: steps take {times}: {'keeps' if kept else 'drops'} them\n"
+
+
+def outgrown(argv: list[str], batches: list[list[Batch]]) -> tuple[list[int | None], list[bool], tuple[Any, Pieces]]:
+    """On each rank: capacities with which steps were repeated, which steps left graphs, and the outcome."""
+    trainer = build_trainer_here([*argv, "--cuda-graph", "false"])
+    capacities, captured, history = [], [], []
+    with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
+        sharded = trainer.engine.optimizer
+        passes = trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
+        for iteration, batch in enumerate(batches, start=1):
+            result = train_step(trainer, own_batches(trainer, batch), iteration)
+            capacities.append(result.expert_capacity)
+            captured.append(bool(passes._graphs))
+            history.append((result.loss, result.gradient_norm, *result.extra_losses.values()))
+    return capacities, captured, (history, weight_pieces(trainer))
+
+
+def test_a_captured_step_that_needs_more_rows_is_repeated_without_graphs(gloo_pools: GlooPools) -> None:
+    """In the third of five steps all tokens are equal, so that all choose the same experts."""
+    words = f"{EXPERTS} {MOVED} 2 --residual-mode farskip --global-batch-size 8"
+    batches = steps_of_batches(5, 4)
+    batches[2] = [(torch.ones_like(tokens), torch.ones_like(labels), mask) for tokens, labels, mask in batches[2]]
+    found = gloo_pools(2).run(outgrown, [*RECIPE, *words.split(), ROWS, "23"], batches)
+    for capacities, captured, _ in found:
+        assert capacities == [None, None, 24 + 3, None, None]
+        assert captured == [False, True, False, True, True]
+    check_same([outcome for *_, outcome in found], gloo_pools(2).run(train, [*RECIPE, *words.split()], None, batches))

@@ -97,6 +97,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 UNUSED: dict[str, tuple[int, ...]] = {"all": (), "unused-expert": (5,), "unused-ranks": (0, 1, 2, 3)}
 """Experts that no token chooses."""
+CAPACITIES = {"needed-rows": None, "32-rows": 32}
+"""Rows of an expert; a rank has at most 32 tokens."""
 
 
 class How(NamedTuple):
@@ -107,6 +109,8 @@ class How(NamedTuple):
     recompute: int
     cuts: tuple[int, ...]
     micro_batches: int
+    capacity: int | None = None
+    """Rows of an expert."""
 
 
 class Outcome(NamedTuple):
@@ -127,6 +131,7 @@ def build_parts(config: ModelConfig, weights: Weights, experts: ExpertOptions, h
     """Return this rank's ranges of layers, in the dtype of the weights."""
     dtype = weights["embedding.weight"].dtype
     layout = how.layout
+    experts = replace(experts, capacity=how.capacity)
     mesh = expert_mesh(layout.tensor, layout.experts, head_replicas(config, layout.tensor))
     options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
     parts = []
@@ -230,8 +235,8 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "recompute", "cuts", "micro_batches", "variant", "unused"),
-    pairwise(list(MODELS), LAYOUTS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS), UNUSED),
+    ("model", "layout", "recompute", "cuts", "micro_batches", "variant", "unused", "capacity"),
+    pairwise(list(MODELS), LAYOUTS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS), UNUSED, CAPACITIES),
 )
 def test_every_wiring_and_layout(
     gloo_pools: GlooPools,
@@ -242,14 +247,22 @@ def test_every_wiring_and_layout(
     micro_batches: int,
     variant: str,
     unused: tuple[int, ...],
+    capacity: int | None,
 ) -> None:
     overlap, losses = VARIANTS[variant]
     config = small_model(**MODELS[model])
-    how = How(layout, overlap, recompute, cuts, micro_batches)
+    how = How(layout, overlap, recompute, cuts, micro_batches, capacity)
     check(gloo_pools, config, how, make_batch(config), unused, **losses)
 
 
-def events(config: ModelConfig, tensor: int, recompute: int, training: bool, overlap: bool = True) -> tuple[str, str]:
+def events(
+    config: ModelConfig,
+    tensor: int,
+    recompute: int,
+    training: bool,
+    overlap: bool = True,
+    capacity: int | None = None,
+) -> tuple[str, str]:
     """Return the events of a forward pass and, with `training`, of its backward pass.
 
     They are launches and waits of dispatches (`D3`, `d3`) and combines (`C3`, `c3`), and the numbers of rows ahead of
@@ -259,7 +272,8 @@ def events(config: ModelConfig, tensor: int, recompute: int, training: bool, ove
     mesh = expert_mesh(tensor, 2, head_replicas(config, tensor))
     group = RecordingGroup(mesh.experts)
     group.width = config.hidden_size
-    model = LanguageModel(config, replace(mesh, experts=group), StackOptions(overlap, recompute), seed=1)
+    options, experts = StackOptions(overlap, recompute), ExpertOptions(capacity=capacity)
+    model = LanguageModel(config, replace(mesh, experts=group), options, seed=1, experts=experts)
     steps = model.stack.sub_blocks()
     layers = [int(step.name.split(".")[1]) for step in steps]
     hooks = []
@@ -268,7 +282,8 @@ def events(config: ModelConfig, tensor: int, recompute: int, training: bool, ove
         hooks.append(step.body.register_forward_pre_hook(lambda *_, name=name: group.events.append(name)))
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 12 // tensor, 2, config.hidden_size, requires_grad=training)
-        output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+        context = model.training_context(torch.arange(24).view(2, 12))._replace(counts=training)
+        output, _ = model.stack(state, context)
     forward = " ".join(group.events)
     group.events.clear()
     if not training:
@@ -328,6 +343,18 @@ def test_tokens_travel_under_other_sub_blocks(gloo_pools: GlooPools, model: str,
             assert mirrored == (backward if training else "")
 
 
+def test_with_a_capacity_rows_fly_before_their_numbers_are_waited_for(gloo_pools: GlooPools) -> None:
+    """An evaluation waits for the numbers, because it cannot be repeated with a larger capacity."""
+    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    for training, expected in (
+        (True, "K0 D0 A0 d0 k0 R0 C0 A1 c0 K1 D1 d1 k1 R1 C1 c1"),
+        (False, "K0 k0 D0 A0 d0 R0 C0 A1 c0 K1 k1 D1 d1 R1 C1 c1"),
+    ):
+        for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, True, 24):
+            assert forward == expected
+            assert backward == ("C1 c1 D1 R1 d1 C0 A1 c0 D0 R0 A0 d0" if training else "")
+
+
 def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: GlooPools) -> None:
     """The numbers of rows are kept. Each layer dispatches again, combines, and dispatches, numbered from 3 to 0."""
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
@@ -367,12 +394,15 @@ def test_backward_keeps_the_rows_that_arrive_and_not_those_sent(gloo_pools: Gloo
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 4), Layout(4, 2, 4)], ids=["ep2", "ep4", "ep4-tp2"])
-@pytest.mark.parametrize("recompute", [0, 3])
-def test_a_micro_batch_of_one_token(gloo_pools: GlooPools, layout: Layout, recompute: int) -> None:
+@pytest.mark.parametrize(("recompute", "capacity"), [(0, None), (3, None), (3, 1)])
+def test_a_micro_batch_of_one_token(
+    gloo_pools: GlooPools, layout: Layout, recompute: int, capacity: int | None
+) -> None:
     """Most ranks receive no rows. Attention has nothing to choose, so its queries and keys have no gradient."""
     config = small_model(**WIRINGS["farskip"])
     batch = make_batch(config, rows=layout.data, length=layout.tensor)
-    check(gloo_pools, config, How(layout, "overlap", recompute, (1,), 1), batch, (), "[qkv]_proj", **PER_SEQUENCE)
+    how = How(layout, "overlap", recompute, (1,), 1, capacity)
+    check(gloo_pools, config, how, batch, (), "[qkv]_proj", **PER_SEQUENCE)
 
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])

@@ -31,3 +31,14 @@ def test_host_waits_once_per_step(gloo_pools: GlooPools, words: str, of_deepspee
         for of_step in places:
             named = [place for place in of_step if "/deepspeed/" in place.split(" < ")[0]]
             assert (len(named), len(of_step)) == (of_deepspeed, 1 + of_deepspeed), "\n".join(of_step)
+
+
+@pytest.mark.parametrize("words", ["--bf16", "--residual-mode farskip --recompute-granularity full --bf16"])
+def test_the_host_reads_how_many_tokens_arrive_in_forward_only(gloo_pools: GlooPools, words: str) -> None:
+    """Two micro-batches have three routed layers each. With a fixed number of rows, the host does not read it."""
+    argv = [*RECIPE, *f"{EXPERTS} {words} --global-batch-size 8 --expert-model-parallel-size 2".split()]
+    for capacity, counts in (([], 2 * 3), (["--moe-expert-capacity", "24"], 0)):
+        for places in gloo_pools(2).run(waits_of_steps, [*argv, *capacity]):
+            for of_step in places:
+                of_counts = [place for place in of_step if "/model/experts.py" in place.split(" < ")[0]]
+                assert (len(of_counts), len(of_step)) == (counts, 1 + counts), "\n".join(of_step)

@@ -52,6 +52,9 @@ class Waits(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and (on_host or name == "lift_fresh"):
                 self._of_host[leaf] = True
+            elif isinstance(leaf, Tensor):
+                # Written in place.
+                self._of_host.pop(leaf, None)
         return result
 
     def _is_pinned(self, tensor: Tensor, non_blocking: bool = False) -> bool:

@@ -134,7 +134,12 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
         (f"{EXPERT_PARALLEL} 2 --zero-stage 3", "--zero-stage 3 with --expert-model-parallel-size 2: DeepSpeed would"),
         (f"{EXPERT_PARALLEL} 2 --offload-optimizer cpu", "--expert-model-parallel-size 2 and --offload-optimizer"),
         (f"{EXPERT_PARALLEL} 2 --expert-sharding experts", "--expert-model-parallel-size 2 and --expert-sharding"),
-        (f"{EXPERT_PARALLEL} 2 --cuda-graph", "--cuda-graph true and --expert-model-parallel-size exclude each other"),
+        (f"{EXPERT_PARALLEL} 2 --cuda-graph", "--cuda-graph true with --expert-model-parallel-size 2: the host reads"),
+        (f"{EXPERT_PARALLEL} 2 --moe-expert-capacity 0", "--moe-expert-capacity 0: expected 1 or more"),
+        (
+            "--num-experts 4 --moe-expert-capacity 8",
+            "--moe-expert-capacity 8 requires --expert-model-parallel-size",
+        ),
         (
             f"{EXPERT_PARALLEL} 2 --residual-mode ladder --lanes 2 --num-query-groups 4",
             "--num-experts 4 with --lanes 2: the ranks read different streams",

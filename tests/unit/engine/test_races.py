@@ -46,6 +46,7 @@ class Rank:
         new_group: Callable[[int, Checker], CommGroup] = PlayedNccl,
         tensor_parallel: int = TENSOR,
         expert_parallel: int = 1,
+        expert_capacity: int | None = None,
     ) -> None:
         tensor, data = (new_group(size, checker) for size in (tensor_parallel, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
@@ -55,7 +56,7 @@ class Rank:
         self.checker = checker
         self.mesh = mesh
         options = StackOptions(recompute_layers=recompute_layers)
-        experts = ExpertOptions(balancing=1e-2, z_loss=1e-3)
+        experts = ExpertOptions(balancing=1e-2, z_loss=1e-3, capacity=expert_capacity)
         self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3, experts=experts)
         weights = [*self.model.parameters()]
         groups = [
@@ -70,7 +71,7 @@ class Rank:
     def faults(self, micro_batches: int) -> list[str]:
         """Return the faults of two steps without graphs, and of two that replay captured passes."""
         engine = Engine(self.model, self.optimizer, self.mesh, torch.device("cpu"))
-        if self.mesh.experts.size == 1:
+        if self.mesh.experts.size == 1 or self.model.expert_capacity is not None:
             engine.passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
@@ -133,14 +134,23 @@ def test_steps_neither_race_nor_break_a_capture(
 
 
 @pytest.mark.parametrize("recompute_layers", [0, 2])
-@pytest.mark.parametrize(("tensor", "experts"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("tensor", "experts", "capacity"), [(1, 2, None), (2, 2, None), (2, 4, None), (2, 4, 12)])
 @pytest.mark.parametrize("wiring", ["standard", "ladder", "farskip", "shortcut", "longcat"])
 def test_tokens_that_move_do_not_race(
-    checker: Checker, wiring: str, tensor: int, experts: int, recompute_layers: int
+    checker: Checker, wiring: str, tensor: int, experts: int, capacity: int | None, recompute_layers: int
 ) -> None:
+    """Passes with a fixed number of rows are captured, too."""
     changes = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layers": (0, 1)}
     config = config_of(wiring, **changes)
-    rank = Rank(checker, config, tensor > 1, recompute_layers, tensor_parallel=tensor, expert_parallel=experts)
+    rank = Rank(
+        checker,
+        config,
+        tensor > 1,
+        recompute_layers,
+        tensor_parallel=tensor,
+        expert_parallel=experts,
+        expert_capacity=capacity,
+    )
     assert rank.faults(2) == []
     gc.collect()
     assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
