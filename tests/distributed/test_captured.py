@@ -239,6 +239,7 @@ PIPELINES = [
     ("2x2x1", 4, 5, f"--residual-mode ladder {CHUNKS} --sequence-parallel --recompute-granularity full --bf16"),
     ("1x3x1", 6, 4, f"--residual-mode ladder-attention {CHUNKS} --tie-embeddings --zero-stage 0"),
     ("1x4x1", 4, 7, f"{EXPERTS} --residual-mode ladder"),
+    ("1x2x2", 4, 3, f"{EXPERTS} {MOVED} 2 {ROWS} 24 --residual-mode ladder"),
 ]
 
 
