@@ -37,7 +37,7 @@ from tests.distributed.test_correctness import (
     late,
     micro_batches,
 )
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import pairwise, usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue, RecordingGroup
 from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, run_chain, small_model
@@ -476,6 +476,77 @@ def test_products_of_groups_of_rows(gloo_pools: GlooPools, unused: tuple[int, ..
         how = How(Layout(4, 1, experts), "overlap", 0, (), 2)
         outcomes = gloo_pools(4).run(run_case, config, weights, ExpertOptions(), how, batch, "^$")
         assert_pieces([outcome.gradients for outcome in outcomes], expected, 1e-5)
+
+
+class Bits(NamedTuple):
+    """What a rank has computed."""
+
+    stream: Tensor
+    """After the last layer."""
+    loss: Tensor
+    least_load: int
+    """The smallest number of this rank's tokens that chose an expert of a layer."""
+    gradients: Pieces
+
+
+def bits(config: ModelConfig, weights: Weights, how: How, batch: Batch) -> Bits:
+    (model,) = build_parts(config, weights, ExpertOptions(), how)
+    data = model.stack.mesh.data
+    own = Batch(*(part.chunk(data.size)[data.rank] for part in batch))
+    streams: list[Tensor] = []
+    model.final_norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].detach().clone()))
+    loss, stats = run_chain([model], own.tokens, own.labels, targets=own.tokens.numel())
+    least_load = min(int(loads.min()) for loads in stats.loads.values())
+    return Bits(streams[0], loss.detach(), least_load, summed_gradients(model))
+
+
+SHARED_QWEN = QWEN | {"moe_shared_expert_intermediate_size": 20}
+ALONE: dict[str, dict[str, Any]] = {
+    "farskip": late("farskip", **SHARED_QWEN),
+    "standard-routed": QWEN,
+    "ladder-routed": late("ladder", **QWEN),
+    "ladder-2-routed": late("ladder", staleness=2, **QWEN),
+    "ladder-attention-routed": late("ladder-attention", **QWEN),
+    "farskip-routed": late("farskip", **QWEN),
+    "shortcut": late("shortcut", **SHARED_QWEN),
+    "shortcut-routed": late("shortcut", **QWEN),
+    "longcat": late("longcat", **QWEN),
+}
+"""Models whose routed experts are a separate sub-block in any case."""
+ADDED: dict[str, dict[str, Any]] = {
+    "ladder": late("ladder", **SHARED_QWEN),
+    "standard": SHARED_QWEN,
+    "ladder-2": late("ladder", staleness=2, **SHARED_QWEN),
+    "parallel": {"residual_mode": "parallel", **SHARED_QWEN},
+    "ladder-parallel": late("ladder-parallel", **SHARED_QWEN),
+}
+"""Models in which their output is added to that of another branch before the stream, unless they are divided."""
+
+
+@pytest.mark.parametrize("model", [*usual_share(ALONE, 5), *usual_share(ADDED, 5)])
+def test_who_computes_an_expert_changes_no_bit(gloo_pools: GlooPools, model: str) -> None:
+    """Each rank has at least four rows of every expert, because MKL sums products of fewer rows in another order."""
+    config = small_model(**(ALONE | ADDED)[model])
+    weights = make_weights(ReferenceConfig.like(config), seed=1, dtype=torch.float32)
+    batch = make_batch(config, length=48)
+    whole, halves, quarters = (
+        gloo_pools(4).run(bits, config, weights, How(Layout(4, 1, experts), "overlap", 0, (), 1), batch)
+        for experts in (1, 2, 4)
+    )
+    assert min(rank.least_load for rank in whole) >= 4
+    of_experts = {name: values for name, _, values in whole[0].gradients if ".experts." in name}
+    for rank, half, quarter in zip(whole, halves, quarters, strict=True):
+        assert torch.equal(half.stream, quarter.stream) and torch.equal(half.loss, quarter.loss)
+        if model in ALONE:
+            assert torch.equal(rank.stream, half.stream) and torch.equal(rank.loss, half.loss)
+        for name, (first, *_), values in half.gradients:
+            if name in of_experts and model in ADDED:
+                of_experts[name][first : first + len(values)] = values
+        for (name, _, one), (_, _, other) in zip(half.gradients, quarter.gradients, strict=True):
+            assert name in of_experts or torch.equal(one, other), name
+    for ranks in (halves, quarters):
+        pieces = [[piece for piece in rank.gradients if piece[0] in of_experts] for rank in ranks]
+        assert_pieces(pieces, of_experts, 1e-6)
 
 
 def test_a_mesh_must_be_able_to_divide_the_experts() -> None:
