@@ -50,6 +50,8 @@ class MTPOptions(NamedTuple):
 
 _DEFAULT_MTP = MTPOptions()
 MTP_LOSS = "mtp loss"
+MTP_CONFIRMED = "mtp confirmed"
+"""The share of the drafting head's most likely tokens that are also the model's, one position later."""
 
 
 class LossScales(NamedTuple):
@@ -138,9 +140,10 @@ class LanguageModel(nn.Module):
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         self.expert_capacity = experts.capacity
         self._router_rows = [row for row, layer in enumerate(config.mtp_config.moe_layers) if layer in stage_layers]
-        self._mtp_losses = () if tensors is None else (MTP_LOSS,)
+        self._mtp_losses = () if tensors is None else (MTP_LOSS, MTP_CONFIRMED)
         self.extra_losses = (*self._head_losses, *self._mtp_losses, *self.stack.loss_names)
-        """Names of the losses that the model has the gradient of, but its loss does not contain."""
+        """Names of the losses that the model has the gradient of, but its loss does not contain; and of a share, which
+        is a mean like these, and has no gradient."""
         self._from_0: SequenceContext | None = None
         """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
         if self.is_last:
@@ -245,15 +248,16 @@ class LanguageModel(nn.Module):
             return self.predictions(leaving[0], labels), stats
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
         weights = None if loss_mask is None else loss_mask.t()
-        targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft)
+        words = labels.new_empty(labels.t().shape) if self.mtp is not None and trains else None
+        targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft, most_likely=words)
         normed = self.final_norm(leaving[0])
         losses = self._loss(normed, targets)
         if trains:
             stats = stats.plus(PassStats(dict(zip(self._head_losses, losses[1:], strict=True))).detached())
         loss = losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
-        if self.mtp is not None and trains:
+        if words is not None:
             hidden_states = leaving[0] if self.config.mtp_before_final_norm else normed
-            mtp_loss, mtp_stats = self._mtp_loss(hidden_states, tokens, labels, loss_mask, context, scales)
+            mtp_loss, mtp_stats = self._mtp_loss(hidden_states, words, tokens, labels, loss_mask, context, scales)
             scale = self._mtp_options.loss_scale
             loss = _Carrying.apply(loss, scale if scales is None else scale * scales.mtp_targets, mtp_loss)
             stats = stats.plus(mtp_stats).plus(PassStats({MTP_LOSS: mtp_loss.detach()}))
@@ -262,13 +266,15 @@ class LanguageModel(nn.Module):
     def _mtp_loss(
         self,
         hidden_states: Tensor,
+        words: Tensor,
         tokens: Tensor,
         labels: Tensor,
         loss_mask: Tensor | None,
         context: SequenceContext,
         scales: LossScales | None,
     ) -> tuple[Tensor, PassStats]:
-        """Return the loss of the drafting head, summed over its target tokens, and what the pass of its layer counts.
+        """Return the loss of the drafting head, summed over its target tokens, and what the pass of its layer counts,
+        with its confirmed predictions: `words` [s, b] are those of the model.
 
         Its backward also runs that of the layer's extra losses.
         """
@@ -282,8 +288,12 @@ class LanguageModel(nn.Module):
         bounds = None if context.documents is None else context.documents.bounds
         shifted, mask = shift_targets(labels, loss_mask, bounds)
         weights = None if mask is None else mask.t()
-        targets = Targets(shifted.t(), weights, trains_words=not self._mtp_options.detaches)
-        return self._loss(normed, targets)[0], stats.detached()
+        drafts = torch.empty_like(words)
+        targets = Targets(shifted.t(), weights, trains_words=not self._mtp_options.detaches, most_likely=drafts)
+        loss = self._loss(normed, targets)[0]
+        counted = (shifted != IGNORED).double() if mask is None else mask.double()
+        confirmed = ((drafts[:-1] == words[1:]) * counted.t()[:-1]).sum()
+        return loss, stats.detached().plus(PassStats({MTP_CONFIRMED: confirmed}))
 
     def _is_word(self, ids: Tensor) -> Tensor:
         return (ids >= 0) & (ids < self.config.vocab_size)

@@ -66,6 +66,7 @@ class Targets:
         predicts: ask for the losses of all tokens and the predicted words instead of a sum.
         soft: the teacher's distributions in a distillation.
         trains_words: whether the matrix gets a gradient, if it trains.
+        most_likely: [s, b] int64, receives the word with the largest logit after each token.
     """
 
     labels: Tensor
@@ -74,6 +75,7 @@ class Targets:
     predicts: bool = False
     soft: SoftTargets | None = None
     trains_words: bool = True
+    most_likely: Tensor | None = None
 
 
 class VocabParallelMatrix(ParallelModule):
@@ -188,8 +190,10 @@ class _Chunk:
         words: VocabParallelMatrix,
         teacher_logits: Tensor | None = None,
         temperature: float = 1.0,
+        predicts: bool = False,
     ) -> None:
-        """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten."""
+        """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten. The most
+        likely words are found only if it `predicts`."""
         local = labels - words.start
         elsewhere = (local < 0) | (local >= words.valid)
         self._target, self._elsewhere = local.masked_fill_(elsewhere, 0).unsqueeze(-1), elsewhere
@@ -199,24 +203,31 @@ class _Chunk:
         if teacher_logits is not None:
             dtype = self._softmax.dtype
             self.distance = _Distance(logits.to(dtype), teacher_logits.to(dtype), temperature, words.group.rank)
-        soft = () if self.distance is None else self.distance.numbers
-        own = torch.stack((self._maximum, self._sum, target, *soft)).unsqueeze(0)
+        more = [] if self.distance is None else [*self.distance.numbers]
+        self._predicts = predicts
+        if predicts:
+            # fp32 represents all ids exactly.
+            more.append((logits.argmax(-1) + words.start).to(target.dtype))
+        own = torch.stack((self._maximum, self._sum, target, *more)).unsqueeze(0)
         self._gathered = InFlight(*words.group.start_all_gather(own))
         self._slope: Tensor | None = None
         if words.soft_cap is not None:
             # Clamped for the padding.
             self._slope = logits.div_(words.soft_cap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Return the loss and the log normaliser, log sum exp, of each token."""
-        maxima, sums, targets, *soft = self._gathered.wait().unbind(1)
+    def finish(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the loss and the log normaliser, log sum exp, of each token, and the most likely word if requested."""
+        maxima, sums, targets, *more = self._gathered.wait().unbind(1)
+        word = None
+        if self._predicts:
+            word = more.pop().gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
         if self.distance is not None:
-            self.distance.finish(maxima, *soft)
+            self.distance.finish(maxima, *more)
         maximum = maxima.amax(0)
         total = (sums * (maxima - maximum).exp_()).sum(0)
         self._share = self._sum * (self._maximum - maximum).exp_() / total
         log_total = total.log_()
-        return log_total - (targets.sum(0) - maximum), log_total + maximum
+        return log_total - (targets.sum(0) - maximum), log_total + maximum, word
 
     def gradient(
         self, weights: Tensor, grad_softmax: Tensor, grad_distance: Tensor | None, dtype: torch.dtype
@@ -308,12 +319,19 @@ class _ChunkedLoss(Function):
         ready: tuple[Tensor, slice] | None = None
         for rows in _chunks(inputs.shape[0]):
             chunk = _Chunk(
-                words.masked_logits(inputs[rows], weight), labels[rows], words, teacher_logits(rows), temperature
+                words.masked_logits(inputs[rows], weight),
+                labels[rows],
+                words,
+                teacher_logits(rows),
+                temperature,
+                predicts=targets.most_likely is not None,
             )
             if ready is not None:
                 multiply(*ready)
-            loss, normalizer = chunk.finish()
+            loss, normalizer, word = chunk.finish()
             losses.view(-1)[rows], normalizers.view(-1)[rows] = loss, normalizer
+            if targets.most_likely is not None and word is not None:
+                targets.most_likely.view(-1)[rows] = word.long()
             if divergences is not None and chunk.distance is not None:
                 divergences.view(-1)[rows] = chunk.distance.divergence
             if any(wanted):

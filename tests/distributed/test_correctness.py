@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import MTP_LOSS, LanguageModel, MTPOptions
+from megatron_ladder.model.language_model import MTP_CONFIRMED, MTP_LOSS, LanguageModel, MTPOptions
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.stats import PassStats
@@ -281,9 +281,9 @@ def run_case(
         loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, *totals)
         loss_sum += loss.item()
         sums = sums.plus(stats)
+    of_head = {MTP_LOSS: mtp.loss_scale / batch.drafting_targets, MTP_CONFIRMED: 0.0}
     for name, loss in sums.losses.items():
-        scale = mtp.loss_scale / batch.drafting_targets if name == MTP_LOSS else 1 / all_tokens
-        loss_sum += float(loss) * scale
+        loss_sum += float(loss) * of_head.get(name, 1 / all_tokens)
     if parts[-1].copies_embedding:
         share_gradient_of_copies(parts[0].embedding.weight, parts[-1].embedding.weight)
     loads = [loads.tolist() for loads in sums.loads.values()]

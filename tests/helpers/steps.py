@@ -39,7 +39,7 @@ from tests.reference import (
     reference_logits,
     reference_training,
 )
-from tests.reference.mtp import drafting_gradients
+from tests.reference.mtp import confirmed_drafts, drafting_gradients
 
 Batch = tuple[Tensor, Tensor, Tensor]
 History = list[tuple[float, ...]]
@@ -142,11 +142,14 @@ def with_drafting_loss(
     *batch: Any,
     total_drafting_targets: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return cross entropy, the loss of the drafting head and balancing losses separately, and all gradients."""
+    """Return cross entropy, the loss of the drafting head, the share of its confirmed predictions, and balancing losses
+    separately, and all gradients."""
     total = {"total_drafting_targets": total_drafting_targets}
     (whole, of_head, of_experts), gradients = drafting_gradients(weights, config, tokens, labels, *batch, **total)
     loss, *balancing = _separate(whole, weights, config, tokens, *batch)
-    return torch.stack([loss, of_head, *(one + of_experts for one in balancing)]), gradients
+    mask, _, _, *sight = batch
+    confirmed = confirmed_drafts(weights, config, tokens, mask, *sight) / total_drafting_targets
+    return torch.stack([loss, of_head, confirmed, *(one + of_experts for one in balancing)]), gradients
 
 
 def plain_steps(
@@ -162,6 +165,9 @@ def plain_steps(
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model, run.training)
     weights = make_weights(config, seed=1, dtype=torch.float32)
+    if config.mtp_num_layers:
+        # Few likely words: otherwise, head and model would hardly ever agree.
+        weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"][::25] *= 4
     batches = steps_of_batches(STEPS, 4) if batches is None else batches
     expected, final = reference_training(
         {name: weight.double() for name, weight in weights.items()},

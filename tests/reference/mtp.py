@@ -13,6 +13,7 @@ from tests.reference.model import (
     Weights,
     last_stream,
     logits_of,
+    reference_logits,
     reference_loss,
     sub_blocks_of,
     with_head_layer,
@@ -97,6 +98,15 @@ def drafting_loss(
     logits = drafting_logits(weights, config, tokens, sight, record)
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
     return (losses * drafting_targets(mask, sight)).sum()
+
+
+def confirmed_drafts(
+    weights: Weights, config: ReferenceConfig, tokens: Tensor, mask: Tensor, sight: Sight | None = None
+) -> Tensor:
+    """Return the sum over the targets of the head where its most likely token is that of the model, too."""
+    drafts = drafting_logits(weights, config, tokens, sight).argmax(-1)
+    chosen = reference_logits(weights, config, tokens, sight).argmax(-1)
+    return ((drafts == chosen[:, 1:]) * drafting_targets(mask, sight)).sum()
 
 
 def drafting_gradients(
