@@ -30,6 +30,8 @@ KINDS = {
     "tensor": "tensor",
     "head replicas": "tensor",
     "data": "data",
+    "experts": "experts",
+    "experts, data": "data",
     "pipeline pair": "pipeline",
     "pipeline, descending pair": "pipeline",
     "ends": "ends",
@@ -172,6 +174,7 @@ def recorded_traffic(program: RankProgram, per_box: int) -> dict[str, Sent]:
             "all_reduce": 2 * others / len(ranks) * one.size,
             "reduce_scatter": others * one.size,
             "all_gather": others * one.size,
+            "all_to_all": others / len(ranks) * one.size,
             "send": one.size,
             "recv": 0,
         }[one.kind]

@@ -46,7 +46,8 @@ class SubBlockTime:
     `reduce_seconds` is the wire time of the all-reduce of its output, and of its input gradient, which has the same
     size. `missing` are the outputs that the stream lacks when it starts, counted back from the newest. Backward is
     split into the gradient of its input and the rest: the weight gradient of its column-parallel layer, which no other
-    sub-block needs. Outputs and readings can share the all-reduce of a neighbour, as in `WiredSubBlock`.
+    sub-block needs. Outputs and readings can share the all-reduce of a neighbour, as in `WiredSubBlock`. The last four
+    matter only next to divided experts (`divided_experts.py`).
     """
 
     forward_seconds: float
@@ -56,6 +57,14 @@ class SubBlockTime:
     wgrad_seconds: float = 0.0
     joins_next: bool = False
     shares_input: bool = False
+    read_seconds: float = 0.0
+    """Wire time of its input: a gather, or for routed experts the dispatch; `reduce_seconds` is then the combine."""
+    moves_tokens: bool = False
+    """Whether tokens travel to the ranks of their experts."""
+    output_seconds: float = 0.0
+    """The part of forward in its output projection, which takes as long in the gradient of the input."""
+    output_wgrad_seconds: float = 0.0
+    """The time of the weight gradients that are not in `wgrad_seconds`; they are not part of `dgrad_seconds`."""
 
 
 def join_intervals(steps: Sequence[SubBlockTime], interval: int) -> Sequence[SubBlockTime]:
@@ -90,9 +99,11 @@ class WireModel:
 
 @dataclass(slots=True, eq=False)
 class SimulatedCollective:
-    """A launched all-reduce."""
+    """A launched collective."""
 
     seconds_left: float
+    group: str
+    contention: float
 
 
 class SimulatedClock:
@@ -106,10 +117,10 @@ class SimulatedClock:
         self.now = 0.0
         self._in_flight: list[SimulatedCollective] = []
 
-    def launch(self, seconds: float) -> SimulatedCollective:
-        """Start a collective."""
+    def launch(self, seconds: float, group: str = "", contention: float | None = None) -> SimulatedCollective:
+        """Start a collective of a group; each group has its own wire. `contention` is the wire's by default."""
         self.compute(self.wire.launch_seconds)
-        collective = SimulatedCollective(seconds)
+        collective = SimulatedCollective(seconds, group, self.wire.contention if contention is None else contention)
         self._in_flight.append(collective)
         return collective
 
@@ -123,7 +134,7 @@ class SimulatedClock:
             overlapped = min(seconds, *(each.seconds_left for each in moving))
             seconds -= overlapped
             self.advance(moving, overlapped)
-            self.now += self.wire.contention * overlapped
+            self.now += max(each.contention for each in moving) * overlapped
 
     def wait(self, collective: SimulatedCollective) -> None:
         """Wait until `collective` is done."""
@@ -134,11 +145,10 @@ class SimulatedClock:
 
     def _moving(self) -> list[SimulatedCollective]:
         """Drop finished collectives, and return those that the wire carries now."""
-        if self.wire.serial:
-            while self._in_flight and self._in_flight[0].seconds_left <= 0:
-                self._in_flight.pop(0)
-            return self._in_flight[:1]
         self._in_flight = [each for each in self._in_flight if each.seconds_left > 0]
+        if self.wire.serial:
+            first = {each.group: each for each in reversed(self._in_flight)}
+            return [*first.values()]
         return self._in_flight
 
     def advance(self, moving: Sequence[SimulatedCollective], seconds: float) -> None:

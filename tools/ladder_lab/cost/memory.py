@@ -1,7 +1,8 @@
 """Memory of one GPU in training: weights, gradients, optimizer state, activations.
 
 The counts follow the allocations of `engine/sharded.py` (ZeRO 1) and of DeepSpeed's optimizers. With D data-parallel
-ranks, the bytes per parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
+ranks, the bytes per parameter of the GPU (those of its tensor- and pipeline-parallel share) are below. If E
+expert-parallel ranks divide the experts, D is T D / E for these.
 
     precision, ZeRO    weights   gradients   optimizer
     fp32, 0            4         4           8
@@ -27,6 +28,7 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
     output gate        the gate, its sigmoid, and the gated output                   3 T d Hq / t
     MLP                gate and up, silu(gate), their product       4 T f / t
     experts            gate and up of k experts a token             2 T k f / t   (whole experts: a quarter more)
+    divided experts    received rows, and their gate and up         R (h + 2 f), R = T k / t x imbalance
     recomputed         only its input                               T h
     head               the stream and the gradient of its norm: 2 T h; in fp32 the weight's gradient: V h / t
 
@@ -34,8 +36,9 @@ The loss has the logits of one chunk of c tokens at a time, at most 12 bytes for
 copy and softmax, and the gradient of the previous chunk's.
 
 While backward runs through routed experts, it needs 9 k f / t + k h numbers for each token; with whole experts, whose
-rows no host counts, 9 k f + k h. Gated DeltaNet keeps its projections and its output; backward recomputes the rest in
-fp32, about ten times as many numbers as the projections, in one layer at a time.
+rows no host counts, 9 k f + k h; with divided ones, 9 f + 3 h for each received row. Gated DeltaNet keeps its
+projections and its output; backward recomputes the rest in fp32, about ten times as many numbers as the projections, in
+one layer at a time.
 
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once. The outputs that cross
 a cut with the stream are kept with it. Under a pass, up to four more states and gradients arrive, are read or are sent.
@@ -49,7 +52,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
@@ -63,7 +66,7 @@ from megatron_ladder.blueprint.tensors import (
     loss_chunk_tokens,
     uniform_partition,
 )
-from megatron_ladder.blueprint.wiring import BranchKind, plan_reads
+from megatron_ladder.blueprint.wiring import BranchKind, WiredSubBlock, plan_reads
 from megatron_ladder.config.run import RunConfig, layout_captures
 
 Precision = Literal["fp32", "bf16"]
@@ -74,6 +77,10 @@ LOSS_BYTES = 12
 """Bytes of each logit that exists at once."""
 EXPERT_WIDTHS = 9
 """Numbers of each sorted row that exist at once in the backward of routed experts, in widths of an expert."""
+ROW_STREAMS = 3
+"""Numbers of each received row that exist at once in that backward, in widths of the stream."""
+EXPERT_IMBALANCE = 1.25
+"""Assumed rows of the fullest expert-parallel rank relative to the mean, as in `kept_expert_rows`."""
 RESERVED_BYTES = 4e9
 """Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
@@ -85,6 +92,8 @@ class Layout:
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `optimizer`: its name.
     `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each. `chunks`: ranges
     of layers of a stage, which run alternately. `captures`: whether passes run as CUDA graphs where ZeRO permits it.
+    `experts`: expert-parallel ranks, to which tokens travel; 1: the tensor-parallel ranks share each expert.
+    `imbalance`: the rows that the fullest of them receives, relative to the mean.
     """
 
     tensor: int = 1
@@ -98,6 +107,8 @@ class Layout:
     whole_experts: bool = False
     chunks: int = 1
     captures: bool = True
+    experts: int = 1
+    imbalance: float = EXPERT_IMBALANCE
 
     @classmethod
     def of(cls, run: RunConfig) -> "Layout":
@@ -114,6 +125,7 @@ class Layout:
             optimizer=run.optimizer.optimizer,
             whole_experts=parallel.expert_sharding == "experts",
             chunks=run.chunks,
+            experts=parallel.expert_model_parallel_size,
         )
 
     @property
@@ -125,6 +137,38 @@ class Layout:
     def is_captured(self) -> bool:
         """Whether training captures its passes, in which the host then launches no kernels."""
         return self.captures and layout_captures(str(self.zero), self.data)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether tokens travel to the ranks of their experts."""
+        return self.experts > 1
+
+    @cached_property
+    def of_ranks(self) -> "Layout":
+        """The layout with only what the numbers of a layer depend on."""
+        return Layout(
+            tensor=self.tensor,
+            optimizer=self.optimizer,
+            whole_experts=self.whole_experts,
+            experts=self.experts,
+            imbalance=self.imbalance,
+        )
+
+    @property
+    def expert_data(self) -> int:
+        """Number of ranks of a stage that hold the same parts of routed experts."""
+        return self.tensor * self.data // self.experts if self.divides_experts else self.data
+
+    def numel(self, tensor: TensorSpec) -> int:
+        """Return how many numbers of a tensor of the layers a rank holds."""
+        if self.divides_experts and tensor.expert_dim is not None:
+            return replace(tensor, sharded_dim=0).local_numel(self.experts)
+        return tensor.local_numel(self.tensor)
+
+    @property
+    def row_share(self) -> float:
+        """The rows of experts that a rank receives of each choice of a micro-batch's tokens, if tokens travel."""
+        return self.imbalance / self.tensor
 
 
 @dataclass(frozen=True)
@@ -148,6 +192,9 @@ class _LayerNumbers(NamedTuple):
     parameters: int
     moments: int
     """Numbers in the optimizer's moments of them."""
+    expert_parameters: int
+    """Those of the parameters that other ranks hold than the rest."""
+    expert_moments: int
     activations: float
     """Numbers per token that a rank keeps inside the sub-blocks."""
     temporary: float
@@ -157,32 +204,41 @@ class _LayerNumbers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool, optimizer: str) -> list[_LayerNumbers]:
+def _numbers_of_layers(model: ModelConfig, layout: Layout) -> list[_LayerNumbers]:
+    """Return the numbers of each layer in a layout; see `Layout.of_ranks`."""
     numbers: list[_LayerNumbers] = []
-    for layer in layer_tensors(model):
+    for layer in layer_tensors(model, layout.divides_experts):
         branches = [branch for sub_block in layer for branch in sub_block.branches]
+        tensors = [tensor for sub_block in layer for tensor in sub_block.tensors]
+        routed = [tensor for tensor in tensors if layout.divides_experts and tensor.expert_dim is not None]
         numbers.append(
             _LayerNumbers(
-                sum(sub_block.parameters(tensor) for sub_block in layer),
-                sum(_moments(spec, tensor, optimizer) for sub_block in layer for spec in sub_block.tensors),
-                sum(_kept_inside(branch, tensor, whole_experts) for branch in branches),
-                max(_temporary(branch, tensor, whole_experts) for branch in branches),
-                max(branch.mixer.recomputed_numbers(tensor) if branch.mixer else 0 for branch in branches),
+                sum(map(layout.numel, tensors)),
+                sum(_moments(tensor, layout) for tensor in tensors),
+                sum(map(layout.numel, routed)),
+                sum(_moments(tensor, layout) for tensor in routed),
+                sum(_kept_inside(branch, layout) for branch in branches),
+                max(_temporary(branch, layout) for branch in branches),
+                max(branch.mixer.recomputed_numbers(layout.tensor) if branch.mixer else 0 for branch in branches),
             )
         )
     return numbers
 
 
-def _moments(tensor: TensorSpec, ranks: int, optimizer: str) -> int:
+def _moments(tensor: TensorSpec, layout: Layout) -> int:
     """Return how many numbers an optimizer keeps of a rank's part of a tensor."""
-    return len(optimizer_kind(optimizer).moments_of(tensor.role)) * tensor.local_numel(ranks)
+    return len(optimizer_kind(layout.optimizer).moments_of(tensor.role)) * layout.numel(tensor)
 
 
-def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
+def _kept_inside(branch: Branch, layout: Layout) -> float:
     """Return the numbers per token that a rank keeps for backward inside a branch."""
+    ranks = layout.tensor
+    if branch.kind is BranchKind.EXPERTS and layout.divides_experts:
+        widths = sum(matrix.weight.width(1) for matrix in branch.inputs.values())
+        return (widths + branch.router["weight"].shape[1] + 1) * branch.experts_per_token * layout.row_share
     if branch.kind is BranchKind.EXPERTS:
-        parts = 1 if whole_experts else ranks
-        rows = kept_expert_rows(ranks) if whole_experts else 1.0
+        parts = 1 if layout.whole_experts else ranks
+        rows = kept_expert_rows(ranks) if layout.whole_experts else 1.0
         return sum(matrix.weight.width(parts) for matrix in branch.inputs.values()) * branch.experts_per_token * rows
     kept = sum(matrix.weight.width(ranks) for matrix in (*branch.inputs.values(), branch.output))
     if branch.kind is BranchKind.MLP:
@@ -191,17 +247,21 @@ def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
     return kept + (branch.mixer.kept_numbers(ranks) if branch.mixer else 0)
 
 
-def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
+def _temporary(branch: Branch, layout: Layout) -> float:
     """Return the numbers per token of the gradients and products of all sorted rows, also of those of other ranks."""
     if branch.kind is not BranchKind.EXPERTS:
         return 0.0
-    expert = branch.inputs["gate"].weight.width(1 if whole_experts else ranks)
+    whole = layout.whole_experts or layout.divides_experts
+    expert = branch.inputs["gate"].weight.width(1 if whole else layout.tensor)
     hidden_size = branch.router["weight"].shape[1]
+    if layout.divides_experts:
+        row = EXPERT_WIDTHS * expert + ROW_STREAMS * hidden_size
+        return branch.experts_per_token * layout.row_share * row
     return branch.experts_per_token * (EXPERT_WIDTHS * expert + hidden_size)
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
-    numbers = _numbers_of_layers(model, layout.tensor, layout.whole_experts, layout.optimizer)
+    numbers = _numbers_of_layers(model, layout.of_ranks)
     return [numbers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers]
 
 
@@ -264,11 +324,22 @@ def stream_bytes(model: ModelConfig, layout: Layout, sequence: int, precision: P
 
 
 @lru_cache(maxsize=256)
-def _outputs_at_cuts(model: ModelConfig) -> list[int]:
-    """Return how many outputs cross a pipeline cut before each layer."""
-    wired = model.wired_layers
+def wired_layers(model: ModelConfig, divides_experts: bool) -> list[list[WiredSubBlock]]:
+    """Return the sub-blocks of every layer, or those of a model whose experts are divided."""
+    return [[sub_block.wired for sub_block in layer] for layer in layer_tensors(model, divides_experts)]
+
+
+@lru_cache(maxsize=256)
+def _outputs_at_cuts(model: ModelConfig, layout: Layout) -> list[tuple[int, int]]:
+    """Return how many outputs cross a pipeline cut before each layer: partial sums, and complete ones."""
+    wired = wired_layers(model, layout.divides_experts)
     plan = plan_reads(wired)
-    return [len(plan.missing(read)) for read in itertools.accumulate(map(len, wired[:-1]), initial=0)]
+    at_cuts = []
+    for read in itertools.accumulate(map(len, wired[:-1]), initial=0):
+        missing = plan.missing(read)
+        complete = sum(output in plan.complete for output in missing)
+        at_cuts.append((len(missing) - complete, complete))
+    return at_cuts
 
 
 def state_bytes(model: ModelConfig, layout: Layout, sequence: int, cut: int, precision: Precision = "bf16") -> float:
@@ -277,10 +348,10 @@ def state_bytes(model: ModelConfig, layout: Layout, sequence: int, cut: int, pre
     Cut i is behind stage i; with several chunks, the next ones follow.
     """
     ranges = pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)
-    pending = _outputs_at_cuts(model)[ranges[cut + 1].start]
-    # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
+    partial, complete = _outputs_at_cuts(model, layout.of_ranks)[ranges[cut + 1].start]
+    # Partial sums cross unreduced, so each rank sends the whole of them.
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    return stream_bytes(model, layout, sequence, precision) * (share + pending)
+    return stream_bytes(model, layout, sequence, precision) * (share * (1 + complete) + partial)
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
@@ -292,9 +363,14 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     return ends + sum(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
 
 
+def stage_expert_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return how many of these are those of divided experts, whose data-parallel ranks are others."""
+    return sum(layer.expert_parameters for layer in _numbers_of_stage(model, layout, stage))
+
+
 def _stage_moments(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many numbers the optimizer keeps of the parameters of one rank of a stage."""
-    ends = sum(_moments(tensor, layout.tensor, layout.optimizer) for tensor in _end_tensors(model, layout, stage))
+    ends = sum(_moments(tensor, layout) for tensor in _end_tensors(model, layout, stage))
     return ends + sum(layer.moments for layer in _numbers_of_stage(model, layout, stage))
 
 
@@ -330,10 +406,11 @@ def _layers_activation_bytes(
 
     Norms keep only their input, as that of torch does on CUDA.
     """
+    wired = wired_layers(model, layout.divides_experts)
     streams = 0
     sub_blocks = 0
     for layers in stage_chunks(model, layout, stage):
-        _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
+        _, *further = itertools.chain.from_iterable(_new_streams(model, layout.of_ranks)[layers.start : layers.stop])
         sub_blocks += 1 + len(further)
         streams += 1 + sum(further)
     size = NUMBER_BYTES[precision]
@@ -341,7 +418,13 @@ def _layers_activation_bytes(
     inputs = streams * stream * size
     if layout.recompute:
         return inputs
-    norms = sub_blocks * stream * size
+    # The router keeps the normed stream of divided experts apart.
+    routers = sum(
+        sub_block.moves_tokens
+        for layers in stage_chunks(model, layout, stage)
+        for sub_block in itertools.chain.from_iterable(wired[layers.start : layers.stop])
+    )
+    norms = (sub_blocks + routers) * stream * size
     inner = sum(layer.activations for layer in _numbers_of_stage(model, layout, stage))
     return inputs + norms + tokens * inner * size
 
@@ -375,11 +458,12 @@ def _messages_bytes(model: ModelConfig, layout: Layout, stage: int, sequence: in
 
 
 @lru_cache(maxsize=256)
-def _new_streams(model: ModelConfig) -> list[list[bool]]:
+def _new_streams(model: ModelConfig, layout: Layout) -> list[list[bool]]:
     """Return for each layer and sub-block whether it is the first to read its stream."""
-    plan = plan_reads(model.wired_layers)
+    wired = wired_layers(model, layout.divides_experts)
+    plan = plan_reads(wired)
     reads = itertools.count()
-    return [[len(plan.arriving(next(reads))) > 0 for _ in kinds] for kinds in model.layer_kinds]
+    return [[len(plan.arriving(next(reads))) > 0 for _ in sub_blocks] for sub_blocks in wired]
 
 
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
@@ -397,7 +481,15 @@ def stage_memory(
     tokens = sequence * layout.micro_batch
     parameters = stage_parameters(model, layout, stage)
     moments = _stage_moments(model, layout, stage)
-    weights, gradients, optimizer = _state_bytes(parameters, moments, layout, precision)
+    numbers = _numbers_of_stage(model, layout, stage)
+    of_experts = stage_expert_parameters(model, layout, stage)
+    moments_of_experts = sum(layer.expert_moments for layer in numbers)
+    state = _state_bytes(parameters - of_experts, moments - moments_of_experts, layout, precision)
+    if of_experts:
+        expert_layout = replace(layout, data=layout.expert_data)
+        of_divided = _state_bytes(of_experts, moments_of_experts, expert_layout, precision)
+        state = state[0] + of_divided[0], state[1] + of_divided[1], state[2] + of_divided[2]
+    weights, gradients, optimizer = state
     activations = _layers_activation_bytes(model, layout, stage, tokens, precision)
     activations += _entered_bytes(model, layout, stage, sequence, precision)
     kept = _passes_in_flight(layout, stage, micro_batches)
@@ -407,7 +499,6 @@ def stage_memory(
         pools = _graph_slots(layout, stage, micro_batches)
         kept = sum(pools) / layout.chunks
     activations = kept * activations + _messages_bytes(model, layout, stage, sequence, precision)
-    numbers = _numbers_of_stage(model, layout, stage)
     if layout.recompute:
         activations += sum(pools) * tokens * size * max(layer.activations for layer in numbers)
     temporary = tokens * max(max(size * layer.temporary, FP32_BYTES * layer.recomputed) for layer in numbers)
@@ -422,15 +513,32 @@ def stage_memory(
     return Memory(weights, gradients, optimizer, activations)
 
 
+@lru_cache(maxsize=16)
+def _numbers_of_model(model: ModelConfig) -> tuple[int, int]:
+    """Return the parameters of a model, and how many of them are those of routed experts."""
+    tensors = [tensor for layer in layer_tensors(model) for sub_block in layer for tensor in sub_block.tensors]
+    routed = sum(tensor.numel for tensor in tensors if tensor.expert_dim is not None)
+    return sum(tensor.numel for tensor in tensors) + embedding_tensor(model).numel, routed
+
+
+def least_bytes(model: ModelConfig, layout: Layout) -> float:
+    """Return a lower bound of the fullest GPU's memory with ZeRO 1, in bf16: the mean of what stages allocate."""
+    total, routed = _numbers_of_model(model)
+    local = (total - routed) / layout.tensor + routed / (layout.experts if layout.divides_experts else layout.tensor)
+    moments = min(len(kept) for kept in optimizer_kind(layout.optimizer).moments.values())
+    masters = FP32_BYTES * (1 + moments) * total / layout.gpus
+    return (NUMBER_BYTES["bf16"] + FP32_BYTES) * local / layout.pipeline + masters
+
+
 @lru_cache(maxsize=256)
-def unlike_stages(model: ModelConfig, pipeline: int, chunks: int) -> list[int]:
+def unlike_stages(model: ModelConfig, pipeline: int, chunks: int, experts: int = 1) -> list[int]:
     """Return the first stage of each kind of stages, which has most micro-batches in flight, and the last stage."""
-    layout = Layout(pipeline=pipeline, chunks=chunks)
+    layout = Layout(pipeline=pipeline, chunks=chunks, experts=experts)
     first: dict[object, int] = {}
     for stage in range(pipeline):
         cuts = tuple(state_bytes(model, layout, 1, cut) for cuts in _cuts_of_stage(layout, stage) for cut in cuts)
         layers = itertools.chain.from_iterable(stage_chunks(model, layout, stage))
-        streams = tuple(tuple(_new_streams(model)[layer]) for layer in layers)
+        streams = tuple(tuple(_new_streams(model, layout.of_ranks)[layer]) for layer in layers)
         kind = stage == 0, cuts, streams, tuple(_numbers_of_stage(model, layout, stage))
         first.setdefault(kind, stage)
     return sorted({*first.values(), pipeline - 1})
@@ -438,6 +546,6 @@ def unlike_stages(model: ModelConfig, pipeline: int, chunks: int) -> list[int]:
 
 def worst_memory(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int) -> Memory:
     """Return the memory of the fullest GPU, in bf16."""
-    stages = unlike_stages(model, layout.pipeline, layout.chunks)
+    stages = unlike_stages(model, layout.pipeline, layout.chunks, layout.experts)
     memories = [stage_memory(model, layout, stage, sequence, micro_batches) for stage in stages]
     return max(memories, key=lambda memory: memory.total)

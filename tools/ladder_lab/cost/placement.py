@@ -26,6 +26,10 @@ class RankGroups(NamedTuple):
 
     tensor: range
     data: range
+    experts: range
+    """Expert-parallel ranks, between which tokens travel."""
+    experts_data: range
+    """Ranks that hold the same parts of routed experts."""
     previous: range
     """The rank of the previous stage that sends to this one, and this one. With chunks, the stages form a ring."""
     following: range
@@ -51,6 +55,8 @@ class Placement:
 
     tensor: frozenset[Spread]
     data: frozenset[Spread]
+    experts: frozenset[Spread]
+    experts_data: frozenset[Spread]
     following: frozenset[Spread]
     ends: frozenset[Spread]
     boxes_of_replica: int
@@ -67,9 +73,14 @@ def rank_groups(layout: Layout, rank: int) -> RankGroups:
     is_end = first_of_last > 0 and not of_stage <= rank < first_of_last
     ends = range(rank % of_stage, layout.gpus, first_of_last) if is_end else alone
     around = ends if layout.chunks > 1 else alone
+    data = range(stage_start + rank % layout.tensor, stage_start + of_stage, layout.tensor)
+    experts_start = rank - (rank - stage_start) % layout.experts
+    of_same_experts = range(stage_start + (rank - stage_start) % layout.experts, stage_start + of_stage, layout.experts)
     return RankGroups(
         tensor=range(tensor_start, tensor_start + layout.tensor),
-        data=range(stage_start + rank % layout.tensor, stage_start + of_stage, layout.tensor),
+        data=data,
+        experts=range(experts_start, experts_start + layout.experts),
+        experts_data=of_same_experts if layout.divides_experts else data,
         previous=range(rank - of_stage, rank + 1, of_stage) if rank >= of_stage else around,
         following=range(rank, rank + of_stage + 1, of_stage) if rank < first_of_last else around,
         ends=ends,
@@ -83,12 +94,12 @@ def crosses(group: range, per_box: int) -> bool:
 
 def placement(layout: Layout, per_box: int) -> Placement:
     """Return where the groups of a layout are in boxes of so many GPUs."""
-    return _placement(layout.tensor, layout.pipeline, layout.data, layout.chunks, per_box)
+    return _placement(layout.tensor, layout.pipeline, layout.data, layout.chunks, layout.experts, per_box)
 
 
 @lru_cache(maxsize=1024)
-def _placement(tensor: int, pipeline: int, data: int, chunks: int, per_box: int) -> Placement:
-    layout = Layout(tensor, pipeline, data, chunks=chunks)
+def _placement(tensor: int, pipeline: int, data: int, chunks: int, experts: int, per_box: int) -> Placement:
+    layout = Layout(tensor, pipeline, data, chunks=chunks, experts=experts)
     groups = [rank_groups(layout, rank) for rank in range(layout.gpus)]
     replicas: list[set[int]] = [set() for _ in range(data)]
     for rank in range(layout.gpus):
@@ -96,6 +107,8 @@ def _placement(tensor: int, pipeline: int, data: int, chunks: int, per_box: int)
     return Placement(
         tensor=_spreads((of_rank.tensor for of_rank in groups), per_box),
         data=_spreads((of_rank.data for of_rank in groups), per_box),
+        experts=_spreads((of_rank.experts for of_rank in groups), per_box),
+        experts_data=_spreads((of_rank.experts_data for of_rank in groups), per_box),
         # An adapter carries both directions at once, so only the senders of one direction share it.
         following=_spreads((of_rank.following for of_rank in groups), per_box, only_first=True),
         ends=_spreads((of_rank.ends for of_rank in groups), per_box),

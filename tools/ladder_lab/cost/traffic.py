@@ -5,6 +5,9 @@
                all-gather, and backward gathers the inputs again. Once per step, ranks that hold the same matrices of
                latents or key and value heads all-reduce their gradients, 4 bytes per number; from ZeRO 1 on, each
                data-parallel rank only those of its part
+    experts    each micro-batch and layer with divided experts: four all-to-alls, of a row [h] for each choice of this
+               rank's tokens, with its weight where tokens travel forward and back: dispatch and combine, and those of
+               their gradients; recomputation dispatches again
     pipeline   each micro-batch and chunk, forward to the next stage and backward to the previous one: the stream, and
                the outputs that the first sub-block behind the cut misses, unreduced
     data       bytes per parameter of a GPU, w in its precision (bf16: 2):
@@ -12,9 +15,11 @@
                ZeRO 1    once a step: reduce-scatter of 4, all-gather of w
                ZeRO 2    each micro-batch: all-reduce of 4 (DeepSpeed's); once a step: all-gather of w
                ZeRO 3    each micro-batch: all-gather of w, up to twice; reduce-scatter of 4
+               parameters of divided experts over the ranks that hold the same ones
     ends       once a step, if the embedding is tied and a pipeline holds it twice: all-reduce of its gradient, 4
 
-A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scatter), and twice that for an all-reduce.
+A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scatter), and twice that for an all-reduce;
+of an all-to-all, it sends as much if all choices are as likely.
 Left out are collectives of a few numbers (losses, norms, counts of tokens, routers).
 """
 
@@ -29,9 +34,11 @@ from ladder_lab.cost.memory import (
     Layout,
     Precision,
     stage_chunks,
+    stage_expert_parameters,
     stage_parameters,
     state_bytes,
     stream_bytes,
+    wired_layers,
 )
 from ladder_lab.cost.placement import crosses, rank_groups
 from megatron_ladder.blueprint.model import ModelConfig
@@ -69,9 +76,9 @@ def ends_bytes(model: ModelConfig, layout: Layout) -> int:
 
 def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many times a micro-batch gathers or reduce-scatters the stream in a stage."""
-    wired = model.wired_layers
+    wired = wired_layers(model, layout.divides_experts)
     layers = chain.from_iterable(stage_chunks(model, layout, stage))
-    sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
+    sub_blocks = [sub_block for layer in layers for sub_block in wired[layer] if not sub_block.moves_tokens]
     # The embedding and the head.
     borders = (0, layout.pipeline - 1).count(stage)
     if model.desync_interval:
@@ -82,6 +89,17 @@ def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
         # The gradients of outputs that were reduced together are gathered one by one.
         return 2 * borders + outputs + len(sub_blocks) + 3 * inputs
     return 2 * (borders + outputs + inputs)
+
+
+def _token_bytes(model: ModelConfig, layout: Layout, stage: int, sequence: int, precision: Precision) -> float:
+    """Return the bytes of the all-to-alls of a micro-batch in a stage."""
+    wired = wired_layers(model, layout.divides_experts)
+    layers = chain.from_iterable(stage_chunks(model, layout, stage))
+    count = sum(sub_block.moves_tokens for layer in layers for sub_block in wired[layer])
+    rows = sequence * layout.micro_batch / layout.tensor * model.moe_router_topk
+    dispatches = 3 if layout.recompute else 2
+    widths = dispatches * (model.hidden_size + 1) + 2 * model.hidden_size
+    return count * rows * widths * NUMBER_BYTES[precision]
 
 
 @lru_cache(maxsize=256)
@@ -127,16 +145,21 @@ def rank_traffic(
     tensor = _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box)
     for replicas, num_bytes in partial_gradient_bytes(model, layout, stage).items():
         sharing = range(rank - rank % replicas, rank - rank % replicas + replicas)
-        shared = _sent(sharing, _share(sharing) * 2 * num_bytes, per_box)
-        tensor = Sent(tensor.inside + shared.inside, tensor.across + shared.across)
+        tensor = _plus(tensor, _sent(sharing, _share(sharing) * 2 * num_bytes, per_box))
     gathered = gathered_bytes(layout, precision)
     per_parameter = gathered.gradients * (micro_batches if layout.zero >= 2 else 1)
     per_parameter += gathered.weights * (micro_batches if layout.zero == 3 else 1)
+    of_experts = stage_expert_parameters(model, layout, stage)
+    of_others = stage_parameters(model, layout, stage) - of_experts
+    tokens = micro_batches * _token_bytes(model, layout, stage, sequence, precision)
+    data = _plus(
+        _sent(groups.data, _share(groups.data) * per_parameter * of_others, per_box),
+        _sent(groups.experts_data, _share(groups.experts_data) * per_parameter * of_experts, per_box),
+    )
     sent = {
         "tensor": tensor,
-        "data": _sent(
-            groups.data, _share(groups.data) * per_parameter * stage_parameters(model, layout, stage), per_box
-        ),
+        "experts": _sent(groups.experts, _share(groups.experts) * tokens, per_box),
+        "data": data,
         "ends": _sent(groups.ends, _share(groups.ends) * 2 * ends_bytes(model, layout), per_box),
     }
     forward_state = 0.0
@@ -148,7 +171,11 @@ def rank_traffic(
             backward_state += state_bytes(model, layout, sequence, chunk - 1, precision)
     forward = _sent(groups.following, micro_batches * forward_state, per_box)
     backward = _sent(groups.previous, micro_batches * backward_state, per_box)
-    return sent | {"pipeline": Sent(forward.inside + backward.inside, forward.across + backward.across)}
+    return sent | {"pipeline": _plus(forward, backward)}
+
+
+def _plus(one: Sent, other: Sent) -> Sent:
+    return Sent(one.inside + other.inside, one.across + other.across)
 
 
 def _share(group: range) -> float:

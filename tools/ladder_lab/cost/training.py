@@ -13,10 +13,11 @@ A sub-block also moves the stream through memory `STREAM_PASSES` times in forwar
 recomputation the forward pass is repeated. Where passes are not captured, the host launches kernels for as long as
 `HOST_SECONDS` for each branch, during which the device computes.
 
-The layers follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before
-a late sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights
-(q, k, v; gate, up). The reduces of embedding and head are exposed in every wiring, and so is that of the gradients of
-latents or key heads that several ranks hold, once per step.
+If expert-parallel ranks divide the experts, the layers follow the schedule of `divided_experts.py`, and each rank
+computes and receives as many rows as the fullest. Otherwise, they follow that of `links.py`, which the benchmark is
+compared with. On a serial wire, the reduce before a late sub-block overlaps with it, and in backward all reduces
+overlap with the gradients of the column-parallel weights (q, k, v; gate, up). The reduces of embedding and head are
+exposed in every wiring, and so is that of the gradients of latents or key heads that several ranks hold, once per step.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
 chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often. Messages run under
@@ -43,6 +44,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
+from ladder_lab.cost.all_to_all import ALL_TO_ALLS, AllToAll, all_to_all_seconds
+from ladder_lab.cost.divided_experts import PassTime, Schedule, pass_times
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import (
@@ -51,6 +54,7 @@ from ladder_lab.cost.memory import (
     Layout,
     first_group,
     stage_chunks,
+    stage_expert_parameters,
     stage_parameters,
     state_bytes,
     stream_bytes,
@@ -113,7 +117,7 @@ class StepTime:
 class LayerTime:
     """The time of layers of one wiring on one tensor-parallel group, for a micro-batch.
 
-    An all-reduce takes `reduce_factor` times as long as the machine's.
+    A collective takes `reduce_factor` times as long as the machine's.
     """
 
     model: ModelConfig
@@ -122,6 +126,9 @@ class LayerTime:
     """Its stages and ZeRO stage do not matter here."""
     sequence: int
     reduce_factor: float = 1.0
+    all_to_all: AllToAll = ALL_TO_ALLS["nccl"]
+    schedule: Schedule = Schedule()
+    """That of divided experts."""
 
     @property
     def stream_bytes(self) -> int:
@@ -137,7 +144,20 @@ class LayerTime:
     @cached_property
     def layers(self) -> list[tuple[SubBlockTime, ...]]:
         """The sub-blocks of each layer."""
-        return [tuple(map(self._sub_block, layer)) for layer in layer_tensors(self.model)]
+        divides = self.layout.divides_experts
+        sub_block = self._divided_sub_block if divides else self._sub_block
+        return [tuple(map(sub_block, layer)) for layer in layer_tensors(self.model, divides)]
+
+    @cached_property
+    def all_to_all_seconds(self) -> float:
+        """Time of an all-to-all of the tokens of a micro-batch."""
+        layout = self.layout
+        tokens = layout.imbalance * self.tokens / layout.tensor
+        row_bytes = BF16_BYTES * self.model.hidden_size
+        return self.reduce_factor * max(
+            all_to_all_seconds(self.all_to_all, self.machine, self.model, tokens, row_bytes, spread)
+            for spread in placement(layout, self.machine.per_box).experts
+        )
 
     @property
     def tokens(self) -> int:
@@ -154,12 +174,15 @@ class LayerTime:
 
     def _products(self, weights: Iterable[TensorSpec], branch: Branch) -> tuple[float, float]:
         """Return the seconds of the forward products with matrices of a branch, and of their gradients."""
+        layout = self.layout
         forward = gradients = 0.0
         for weight in weights:
-            numbers = weight.local_numel(self.layout.tensor)
+            numbers = layout.numel(weight)
             is_stack = weight.expert_dim is not None
-            share = branch.share_in_use(self.tokens) if is_stack else 1.0
-            rows = self.tokens * (branch.experts_per_token / branch.experts if is_stack else 1.0)
+            # Those of all ranks that send their tokens here.
+            tokens = self.tokens * (layout.row_share * layout.experts if is_stack and layout.divides_experts else 1.0)
+            share = branch.share_in_use(tokens) if is_stack else 1.0
+            rows = tokens * (branch.experts_per_token / branch.experts if is_stack else 1.0)
             operations = 2 * rows * numbers
             forward += self.product(operations, BF16_BYTES * numbers * share)
             if is_stack:
@@ -175,10 +198,7 @@ class LayerTime:
         others = streams / (layout.tensor if layout.sequence_parallel else 1)
         products = wgrad = inner_wgrad = 0.0
         for branch in sub_block.branches:
-            if branch.mixer:
-                # A flash kernel skips masked scores.
-                seen = branch.mixer.causal_positions(self.sequence)
-                others += self.product(branch.mixer.flops(self.tokens, seen) / layout.tensor, 0)
+            others += self._mixing(branch)
             inputs = [matrix.weight for matrix in branch.inputs.values()]
             of_inputs = self._products(inputs, branch)
             of_others = self._products((matrix for matrix in branch.matrices if matrix not in inputs), branch)
@@ -190,6 +210,44 @@ class LayerTime:
         wired = sub_block.wired
         shares_input = wired.shares_input and not layout.recompute
         return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_input)
+
+    def _mixing(self, branch: Branch) -> float:
+        """Return the seconds of a token mixer apart from its matrices."""
+        if branch.mixer is None:
+            return 0.0
+        # A flash kernel skips masked scores.
+        seen = branch.mixer.causal_positions(self.sequence)
+        return self.product(branch.mixer.flops(self.tokens, seen) / self.layout.tensor, 0)
+
+    def _divided_sub_block(self, sub_block: SubBlockTensors) -> SubBlockTime:
+        """Return the times of a sub-block of a model with divided experts."""
+        layout, wired = self.layout, sub_block.wired
+        others = self.moving(STREAM_PASSES * self.stream_bytes) / layout.tensor
+        products = projection = wgrad = output_wgrad = 0.0
+        for branch in sub_block.branches:
+            others += self._mixing(branch)
+            output = self._products([branch.output.weight], branch)
+            rest = self._products((matrix for matrix in branch.matrices if matrix is not branch.output.weight), branch)
+            products += output[0] + rest[0]
+            projection += 0.0 if wired.moves_tokens else output[0]
+            output_wgrad += output[1]
+            wgrad += rest[1]
+        gather = 0.0 if wired.shares_input and not layout.recompute else self.reduce_seconds / 2
+        times = SubBlockTime(
+            products + others,
+            self.reduce_seconds / 2,
+            wired.missing,
+            products + 2 * others,
+            wgrad,
+            wired.joins_next,
+            read_seconds=gather,
+            output_seconds=projection,
+            output_wgrad_seconds=output_wgrad,
+        )
+        if not wired.moves_tokens:
+            return times
+        moving = self.all_to_all_seconds
+        return replace(times, reduce_seconds=moving, read_seconds=moving, moves_tokens=True)
 
     @property
     def sample_flops(self) -> int:
@@ -215,24 +273,40 @@ class LayerTime:
         """Return the seconds of forward and backward of a range of layers: computing alone, and with reduces."""
         key = tuple(self._first_equal[layers.start : layers.stop])
         if key not in self._passes:
-            self._passes[key] = self._simulate([*chain.from_iterable(self.layers[layers.start : layers.stop])])
+            self._passes[key] = self._simulate(layers)
         return self._passes[key]
 
     @property
     def waits_for_choices(self) -> bool:
         """Whether the host waits in a pass until experts are chosen, as `reads_on_host` in `parallel/products.py`."""
+        if self.layout.divides_experts:
+            # It reads how many tokens arrive.
+            return True
         widths = self.model.hidden_size, self.model.moe_ffn_hidden_size // self.layout.tensor
         has_kernel = self.machine.gpu.capability in GROUPED_CAPABILITIES and not any(width % 8 for width in widths)
         return self.model.num_experts > 0 and not has_kernel
 
     def host_seconds(self, layers: range) -> float:
         """Return the seconds in which the host launches forward and backward of a range of layers."""
-        sub_blocks = chain.from_iterable(layer_tensors(self.model)[layers.start : layers.stop])
-        branches = sum(len(sub_block.branches) for sub_block in sub_blocks)
+        of_layers = layer_tensors(self.model, self.layout.divides_experts)[layers.start : layers.stop]
+        branches = sum(len(sub_block.branches) for sub_block in chain.from_iterable(of_layers))
         return branches * HOST_SECONDS * (HOST_RECOMPUTED if self.layout.recompute else 1.0)
 
-    def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
+    def pass_times(self, layers: range) -> tuple[PassTime, PassTime]:
+        """Return the times of forward and backward of a range of layers with divided experts."""
+        contention = self.all_to_all.contention
+        if contention is None:
+            contention = self.machine.contention
+        steps = [*chain.from_iterable(self.layers[layers.start : layers.stop])]
+        return pass_times(steps, self.wire, contention, self.schedule, self.layout.recompute)
+
+    def _simulate(self, layers: range) -> tuple[float, float]:
+        steps: Sequence[SubBlockTime] = [*chain.from_iterable(self.layers[layers.start : layers.stop])]
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
+        if self.layout.divides_experts:
+            compute += sum(step.output_wgrad_seconds for step in steps)
+            compute += sum(step.forward_seconds for step in steps) if self.layout.recompute else 0.0
+            return compute, sum(each.seconds for each in self.pass_times(layers))
         if self.layout.tensor == 1:
             return compute, compute
         interval = self.model.desync_interval
@@ -258,9 +332,11 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     filling = (sum(total for _, total in stages) - slowest) / layout.chunks
     message = _message_seconds(times, layout)
     # The GPU that holds most.
-    unlike = unlike_stages(times.model, layout.pipeline, layout.chunks)
+    unlike = unlike_stages(times.model, layout.pipeline, layout.chunks, layout.experts)
     parameters = max(stage_parameters(times.model, layout, stage) for stage in unlike)
-    update = times.moving(UPDATE_BYTES * parameters / (layout.data if layout.zero else 1))
+    of_experts = max(stage_expert_parameters(times.model, layout, stage) for stage in unlike)
+    updated = (parameters - of_experts) / layout.data + of_experts / layout.expert_data
+    update = times.moving(UPDATE_BYTES * (updated if layout.zero else parameters))
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * (slowest - compute) + _partial_gradients_seconds(times, layout),
@@ -356,15 +432,21 @@ def _head_seconds(times: LayerTime) -> float:
 
 def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batches: int, pass_seconds: float) -> float:
     """Return the exposed data-parallel time as described at the top of this file."""
-    if layout.data == 1:
-        return 0.0
     machine = times.machine
     gathered = gathered_bytes(layout)
-    spreads = placement(layout, machine.per_box).data
+    spreads = placement(layout, machine.per_box)
+    of_experts = max(stage_expert_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
+    families = [
+        (parameters - of_experts, layout.data, spreads.data),
+        (of_experts, layout.expert_data, spreads.experts_data),
+    ]
 
     def around(bytes_per_parameter: float, collectives: int = 1) -> float:
-        share = bytes_per_parameter * parameters / collectives
-        return collectives * machine.gather_seconds(share, spreads)
+        return sum(
+            collectives * machine.gather_seconds(bytes_per_parameter * count / collectives, spread)
+            for count, ranks, spread in families
+            if ranks > 1 and count
+        )
 
     def exposed(reduce: float, compute: float) -> float:
         return max(0.0, reduce - compute) + machine.contention_of(parameters) * min(reduce, compute)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from ladder_lab.cost.all_to_all import ALL_TO_ALLS, AllToAll
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
+from ladder_lab.cost.memory import EXPERT_IMBALANCE, RESERVED_BYTES, Layout, Memory, least_bytes, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
@@ -37,6 +38,9 @@ class PlanRequest:
     sequence: int
     wirings: tuple[str, ...]
     optimizer: str = "adamw"
+    all_to_all: AllToAll = ALL_TO_ALLS["nccl"]
+    imbalance: float = EXPERT_IMBALANCE
+    """Rows that the fullest expert-parallel rank receives, relative to the mean."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,24 @@ def _layouts(request: PlanRequest, leanest: bool = False) -> Iterator[Layout]:
             chunks = _chunk_counts(request.model.num_layers, pipeline)
             least = MICRO_BATCHES[:1], (True,), chunks[:1]
             choices = least if leanest else (MICRO_BATCHES, (False, True), chunks)
-            for micro_batch, recompute, count, zero, cut in product(*choices, zeros, sequence_parallel):
-                if request.global_batch % (data * micro_batch) == 0:
-                    optimizer = request.optimizer
-                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, optimizer, chunks=count)
+            experts = [1, *_expert_parallel_sizes(request.model, tensor, data)]
+            for micro_batch, recompute, count, zero, cut, size in product(*choices, zeros, sequence_parallel, experts):
+                is_possible = size == 1 or (zero == 1 and (cut or tensor == 1))
+                if is_possible and request.global_batch % (data * micro_batch) == 0:
+                    layout = Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, request.optimizer)
+                    yield replace(layout, chunks=count, experts=size, imbalance=request.imbalance)
+
+
+def _expert_parallel_sizes(model: ModelConfig, tensor: int, data: int) -> list[int]:
+    """Return the values of --expert-model-parallel-size that divide the experts, apart from 1."""
+    if not model.num_experts:
+        return []
+    sizes = _divisors(tensor * data, model.num_experts)[1:]
+    return [size for size in sizes if not tensor_parallel_errors(model, tensor, size) and _is_aligned(size, tensor)]
+
+
+def _is_aligned(experts: int, tensor: int) -> bool:
+    return experts % tensor == 0 or tensor % experts == 0
 
 
 def _chunk_counts(layers: int, stages: int) -> list[int]:
@@ -91,33 +109,42 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _has(layout: Layout, wiring: str) -> bool:
     named = NAMED_WIRINGS[wiring]
-    return layout.tensor >= named.fewest_ranks and (named.shares_stream or not layout.sequence_parallel)
+    needs_stream = layout.sequence_parallel or layout.divides_experts
+    return layout.tensor >= named.fewest_ranks and (named.shares_stream or not needs_stream)
 
 
-def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
+def layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
+    """Return the times of the layers of a wiring in a layout; collectives take `reduce_factor` times as long."""
     model = NAMED_WIRINGS[wiring].of(request.model, layout.tensor)
-    return LayerTime(model, request.machine, layout, request.sequence, reduce_factor)
+    return LayerTime(model, request.machine, layout, request.sequence, reduce_factor, request.all_to_all)
 
 
-def _pairs(request: PlanRequest, leanest: bool = False) -> Iterator[tuple[Layout, str, Memory]]:
-    """Yield all layouts in all wirings that they can have, and the memory of the fullest GPU.
+def _pairs(
+    request: PlanRequest, leanest: bool = False, only_fitting: bool = False
+) -> Iterator[tuple[Layout, str, Memory]]:
+    """Yield all layouts in all wirings that they can have, or only those that fit, and the memory of the fullest GPU.
 
     Layouts capture their passes unless the host waits in them or they fit only without graphs, as `--cuda-graph auto`.
-    Without tensor parallelism, wirings have no communication to hide, so only the first of the request is planned.
+    Without tensor and expert parallelism, wirings have no communication to hide, so only the first of the request is
+    planned.
     """
     for layout, wiring in product(_layouts(request, leanest), request.wirings):
-        if _has(layout, wiring) and (layout.tensor > 1 or wiring == request.wirings[0]):
-            times = _layer_time(request, layout, wiring)
+        if only_fitting and layout.zero == 1 and not _fits(request, least_bytes(request.model, layout)):
+            continue
+        communicates = layout.tensor > 1 or layout.divides_experts
+        if _has(layout, wiring) and (communicates or wiring == request.wirings[0]):
+            times = layer_time(request, layout, wiring)
             micro_batches = request.global_batch // (layout.data * layout.micro_batch)
             memory = worst_memory(times.model, layout, request.sequence, micro_batches)
-            if layout.is_captured and (times.waits_for_choices or not _fits(request, memory)):
+            if layout.is_captured and (times.waits_for_choices or not _fits(request, memory.total)):
                 layout = replace(layout, captures=False)
                 memory = worst_memory(times.model, layout, request.sequence, micro_batches)
-            yield layout, wiring, memory
+            if not only_fitting or _fits(request, memory.total):
+                yield layout, wiring, memory
 
 
-def _fits(request: PlanRequest, memory: Memory) -> bool:
-    return memory.total + RESERVED_BYTES <= request.machine.gpu.memory_bytes
+def _fits(request: PlanRequest, num_bytes: float) -> bool:
+    return num_bytes + RESERVED_BYTES <= request.machine.gpu.memory_bytes
 
 
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
@@ -125,13 +152,11 @@ def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     # The same for every pipeline, schedule, number of data-parallel ranks and ZeRO stage.
     layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
-    for layout, wiring, memory in _pairs(request):
-        if not _fits(request, memory):
-            continue
+    for layout, wiring, memory in _pairs(request, only_fitting=True):
         data = layout.pipeline * layout.data
         key = replace(layout, pipeline=1, chunks=1, data=data, zero=1, captures=True), wiring
         if key not in layer_times:
-            layer_times[key] = _layer_time(request, *key)
+            layer_times[key] = layer_time(request, *key)
         times = layer_times[key]
         time = step_time(times, layout, request.global_batch)
         utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
@@ -154,7 +179,7 @@ def nearest_gpus(request: PlanRequest) -> int | None:
     possible = [number for number in numbers if number > fewest]
     for gpus in sorted(possible, key=lambda number: abs(number - request.gpus)):
         other = replace(request, gpus=gpus)
-        if any(_fits(other, memory) for _, _, memory in _pairs(other, leanest=True)):
+        if any(_pairs(other, leanest=True, only_fitting=True)):
             return gpus
     return None
 
@@ -164,7 +189,7 @@ def best_of_each_grid(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     best: dict[tuple[int, ...], LayoutPlan] = {}
     for plan in plans:
         layout = plan.layout
-        best.setdefault((layout.tensor, layout.pipeline, layout.data, layout.zero), plan)
+        best.setdefault((layout.tensor, layout.pipeline, layout.data, layout.zero, layout.experts), plan)
     return list(best.values())
 
 
@@ -192,7 +217,7 @@ def sweep(request: PlanRequest, layout: Layout) -> list[dict[str, Any]]:
         for name in names
     }
     for factor in FACTORS:
-        times = {name: _layer_time(request, layouts[name], name, factor) for name in names}
+        times = {name: layer_time(request, layouts[name], name, factor) for name in names}
         seconds = {name: step_time(times[name], layouts[name], request.global_batch).total for name in names}
         reduce_seconds = times["standard"].reduce_seconds
         fastest = verdict([*seconds.items()])

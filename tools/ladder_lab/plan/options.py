@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
+from ladder_lab.cost.all_to_all import ALL_TO_ALLS
 from ladder_lab.cost.inference import Attention
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
+from ladder_lab.cost.memory import EXPERT_IMBALANCE
 from ladder_lab.effective_speed import PUBLISHED
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model
@@ -185,6 +187,11 @@ class LayoutOptions:
     parallelism."""
     optimizer: OptimizerName = "adamw"
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
+    all_to_all: str = flag("nccl", choices=ALL_TO_ALLS)
+    """All-to-all of tokens and their experts: nccl sends a row for each choice, as the trainer does; deepep describes
+    kernels that send a token once to each box."""
+    expert_imbalance: float = flag(EXPERT_IMBALANCE, minimum=1)
+    """Rows that the fullest expert-parallel rank receives and computes, relative to the mean."""
     standard_loss: float = flag(3.2, above=PUBLISHED.limit)
     """Loss of standard in nats per token, from which to state how much loss a faster wiring can afford."""
     top: int = flag(10, minimum=1)

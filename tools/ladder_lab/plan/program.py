@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ladder_lab.cost.all_to_all import ALL_TO_ALLS
 from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout, stage_chunks, state_bytes
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import Sent, rank_traffic
 from ladder_lab.effective_speed import PUBLISHED
 from ladder_lab.output import markdown_table, write_json
+from ladder_lab.plan.experts import experts_report
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
     SMALLEST_DIFFERENCE,
@@ -59,18 +61,29 @@ def print_layouts(name: str, model: ModelConfig, machine_options: MachineOptions
     if not wirings:
         raise UserError(f"--wirings {' '.join(options.wirings)}: {name} can have {', '.join(possible)}")
     batch, optimizer = options.global_batch_size, options.optimizer
-    request = PlanRequest(model, machine, options.gpus, batch, options.seq_length, wirings, optimizer)
+    request = PlanRequest(
+        model,
+        machine,
+        options.gpus,
+        batch,
+        options.seq_length,
+        wirings,
+        optimizer,
+        ALL_TO_ALLS[options.all_to_all],
+        options.expert_imbalance,
+    )
     plans = fitting_plans(request)
     if not plans:
         raise UserError(_nothing_fits(request, name))
-    # Wirings differ with tensor parallelism only.
-    layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
+    # Wirings differ with tensor and expert parallelism only; the second has its own table.
+    layout = next((plan.layout for plan in plans if plan.layout.tensor > 1 and not plan.layout.divides_experts), None)
     rows = [] if layout is None else sweep(request, layout)
+    experts, gains = experts_report(request, plans)
     advice = _advise(request, plans)
     affordable = _affordable_losses(request, plans, options.standard_loss)
-    text = _report_text(request, plans, advice, options, affordable, layout, rows)
+    text = _report_text(request, plans, advice, options, affordable, layout, rows, experts)
     print(f"{name}, {machine_options.place(options.gpus)}, {text}", flush=True)
-    report = _report_json(request, plans, advice, layout, rows)
+    report = _report_json(request, plans, advice, layout, rows) | {"experts": [asdict(gain) for gain in gains]}
     write_json(options.json, {**report, "standard_loss": options.standard_loss, "affordable_loss": affordable})
 
 
@@ -117,7 +130,8 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
         text = f"Answer: yes. {best.wiring} trains {gain:.2f} times as fast as the fastest layout of standard."
         advised = best
     else:
-        alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
+        is_alone = standard.layout.tensor == 1 and not standard.layout.divides_experts
+        alone = ", which needs no tensor parallelism" if is_alone else ""
         text = f"Answer: no. No compared wiring is more than 3 % faster than the fastest layout of standard{alone}."
         advised = standard
     speed = tokens_per_second(request, advised)
@@ -193,7 +207,10 @@ def _describe_stages(layout: Layout) -> str:
 
 def _describe_layout(layout: Layout) -> str:
     ranks = f"TP {layout.tensor} PP {_describe_stages(layout)} DP {layout.data} ZeRO {layout.zero}"
-    parts = [ranks, f"micro-batch {layout.micro_batch}"]
+    parts = [ranks]
+    if layout.divides_experts:
+        parts.append(f"EP {layout.experts}")
+    parts.append(f"micro-batch {layout.micro_batch}")
     if layout.recompute:
         parts.append("recompute")
     if layout.sequence_parallel:
@@ -206,7 +223,7 @@ def _describe_plan(plan: LayoutPlan) -> str:
     return f"{_describe_layout(plan.layout)} with wiring {plan.wiring}"
 
 
-def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
+def _plan_cells(plan: LayoutPlan, has_experts: bool) -> dict[str, str]:
     layout = plan.layout
     memory = plan.memory
     time = plan.time
@@ -214,13 +231,16 @@ def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
     sizes = {"TP": layout.tensor, "PP": _describe_stages(layout), "DP": layout.data, "ZeRO": layout.zero}
+    if has_experts:
+        sizes["EP"] = layout.experts
+    communication = "TP and EP" if has_experts else "TP"
     return {name: str(size) for name, size in sizes.items()} | {
         "micro-batch": str(layout.micro_batch),
         "recompute": "yes" if layout.recompute else "no",
         "seq. par.": "yes" if layout.sequence_parallel else "no",
         "wiring": plan.wiring,
         "GB: weights + gradients + optimizer + activations": f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
-        "step s: compute + TP + PP + DP": f"{_range(time.total, '.2f')} = {seconds}",
+        f"step s: compute + {communication} + PP + DP": f"{_range(time.total, '.2f')} = {seconds}",
         "MFU": _range(100 * plan.utilisation, ".0f") + " %",
     }
 
@@ -267,6 +287,7 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     flags = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "expert_model_parallel_size": layout.experts if layout.divides_experts else None,
         "num_layers_per_virtual_pipeline_stage": max(map(len, chunks)) if len(chunks) > 1 else None,
         "zero_stage": layout.zero,
         "seq_length": request.sequence,
@@ -298,13 +319,16 @@ def _report_text(
     affordable: Mapping[str, float],
     layout: Layout | None,
     rows: Sequence[dict[str, Any]],
+    experts: Sequence[str],
 ) -> str:
     parts = [
         f"{request.global_batch} samples of {request.sequence} tokens per step, bf16; figures not measured here, so "
         "times are ranges.",
         advice.answer,
         *_describe_affordable(affordable, options.standard_loss),
-        markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[: options.top]]),
+        markdown_table(
+            [_plan_cells(plan, request.model.num_experts > 0) for plan in best_of_each_grid(plans)[: options.top]]
+        ),
         "MFU: 6 operations for each weight that a token is multiplied with, and attention over whole scores, relative "
         "to the peak below; torchtitan counts the same.",
         _layouts_verdict(plans),
@@ -319,6 +343,7 @@ def _report_text(
             _sweep_table(rows),
             *_pending_note(request, layout, rows),
         ]
+    parts += experts
     parts.append(f"Figures:\n{request.machine.describe(request.gpus)}")
     return "\n\n".join(parts)
 

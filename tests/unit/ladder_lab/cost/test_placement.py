@@ -23,6 +23,18 @@ def test_groups_are_those_of_the_mesh(sizes: tuple[int, int, int]) -> None:
         assert list(groups.ends) == ([stages[0], stages[-1]] if is_end else [rank])
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 4), (4, 2, 2, 2), (1, 2, 8, 4), (2, 2, 2, 2)])
+def test_groups_of_experts_are_those_of_the_mesh(sizes: tuple[int, int, int, int]) -> None:
+    tensor, pipeline, data, experts = sizes
+    layout = Layout(tensor, pipeline, data, experts=experts)
+    grid = torch.arange(layout.gpus).view(pipeline, -1, experts)
+    for rank in range(layout.gpus):
+        stage, group, part = (int(index) for index in (grid == rank).nonzero()[0])
+        groups = rank_groups(layout, rank)
+        assert list(groups.experts) == grid[stage, group].tolist()
+        assert list(groups.experts_data) == grid[stage, :, part].tolist()
+
+
 def test_stages_are_the_first_to_be_in_other_boxes() -> None:
     """The example of the module: stages 0 and 1 share a box, and so do stages 2 and 3."""
     found = placement(Layout(2, 4, 2), 8)

@@ -248,7 +248,8 @@ def test_each_layer_counts_as_what_it_is() -> None:
 def test_outputs_that_cross_a_cut() -> None:
     """With routed experts in layers 0 and 3 only, the attention above a dense layer misses nothing."""
     model = NAMED_WIRINGS["farskip"].of(replace(SIZES["small-moe"], num_layers=5, moe_layers=(0, 3)), 1)
-    assert _outputs_at_cuts(model) == [0, 1, 0, 0, 1]
+    assert _outputs_at_cuts(model, Layout()) == [(0, 0), (1, 0), (0, 0), (0, 0), (1, 0)]
+    assert _outputs_at_cuts(model, Layout(experts=2)) == [(0, 0), (0, 1), (0, 0), (0, 0), (0, 1)]
 
 
 def test_the_host_launches_for_longer_than_one_gpu_computes() -> None:
