@@ -87,7 +87,14 @@ def build_rank_model(
         )
     chunks = partition(run)[mesh.pipeline.rank :: mesh.pipeline.size]
     recompute_layers = sum(layer < run.recompute_layers for layers in chunks for layer in layers)
-    options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
+    options = StackOptions(
+        run.parallel.tp_overlap,
+        recompute_layers,
+        operations,
+        span=span,
+        # DeepSpeed takes every gradient where its weight's backward ends.
+        late_weight_gradients=not run.needs_deepspeed,
+    )
     is_partitioned = run.parallel.zero_stage == "3"
     model = LanguageModel(
         run.model,

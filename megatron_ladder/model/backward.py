@@ -38,14 +38,19 @@ gradients cross complete: g at the cut, and the gradient of each output as far a
 lists the positions.
 
 Output gradients of divided experts need an all-to-all. Each all-to-all starts as soon as g includes the inputs from f_j
-on, and overlaps with the sub-blocks in between. In such models, gradients cross cuts complete, and those of experts'
-outputs ahead of the others (`cut.py`).
+on, and overlaps with the sub-blocks in between. If that needs a wait which no whole sub-block has hidden, it happens in
+the middle of the sub-block before the experts. Experts that ran in the middle of a sub-block go backward there. In such
+models, gradients cross cuts complete, and those of experts' outputs ahead of the others (`cut.py`).
+
+Gradients of weights are needed last. They wait with their operands (`GradientSink`), and hide the next collective that
+is waited for, at most one layer later.
 
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
 whose norm trains are reduced for it alone; a sub-block with neither keeps no graph.
 """
 
+import contextlib
 import functools
 import itertools
 from collections import Counter, deque
@@ -58,14 +63,15 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.blueprint.wiring import ReadPlan
+from megatron_ladder.comm.group import Work
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import Crossing, StreamLayout, share_gradient
 from megatron_ladder.model.cut import StateMessages, output_slots
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stats import PassStats
-from megatron_ladder.model.sub_block import SequenceContext, SubBlock, walk
-from megatron_ladder.parallel.products import InputGradient, reached_by_backward
+from megatron_ladder.model.sub_block import SequenceContext, SubBlock, runs_inside, walk
+from megatron_ladder.parallel.products import GradientSink, InputGradient, reached_by_backward
 from megatron_ladder.torch_private import run_backward
 
 
@@ -155,11 +161,12 @@ class ForwardRecord:
         crossing_norms: Collection[RMSNorm],
         overlap: bool,
         messages: StateMessages,
+        late: GradientSink | None,
     ) -> None:
         """Prepare a pass over sub-blocks from `first` on; `queue` prepares inputs ahead.
 
         `state_trains`: whether the state that enters needs a gradient. `crossing_norms` are those of `MirrorPlan`,
-        unless all norms get partial gradients.
+        unless all norms get partial gradients. `late` takes the gradients of weights, if they shall hide waits.
         """
         self.steps = steps
         self.context = context
@@ -170,6 +177,7 @@ class ForwardRecord:
         self.queue = queue
         self.overlap = overlap
         self.messages = messages
+        self.late = late
         self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
         norms = Counter(step.norm for step in steps if not step.shares_input)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
@@ -325,6 +333,14 @@ def _gradient_edges(losses: Mapping[str, Tensor]) -> Mapping[str, GradientEdge]:
     return {name: get_gradient_edge(loss) for name, loss in losses.items() if loss.requires_grad}
 
 
+class _Reduce(NamedTuple):
+    """The sum over the ranks of gradients of inputs."""
+
+    in_flight: InFlight
+    finish: Callable[[], Tensor | None]
+    """Waits for it, and returns the gradient of the stream."""
+
+
 class BackwardWalk:
     """Walks the sub-blocks of a range backward by the rule at the top of this file."""
 
@@ -339,9 +355,8 @@ class BackwardWalk:
         """The handle of g where it enters."""
         self._next_position = self._plan.start
         """The newest position whose gradient g might not include yet."""
-        self._reduces: dict[int, Callable[[], Tensor | None]] = {}
-        """Positions that g does not include yet, or the first of several that crossed a cut together, and a function
-        that waits for the sum of the gradients over the ranks."""
+        self._reduces: dict[int, _Reduce] = {}
+        """Positions that g does not include yet, or the first of several that crossed a cut together."""
         self._complete: dict[int, InFlight] = {}
         """Outputs and their gradients."""
         self._crossing: list[Tensor | None] = [None for _ in self._plan.crossing]
@@ -365,28 +380,53 @@ class BackwardWalk:
 
     def run(self, entered: torch.Size) -> Tensor | None:
         """Return the gradient of the state that entered the range, which has this shape, if it needs one."""
+        late = self._record.late
+        with contextlib.nullcontext() if late is None else late.deferring():
+            return self._run(entered)
+
+    def _run(self, entered: torch.Size) -> Tensor | None:
         record = self._record
         record.gather_again(record.backward_order[0] - record.first)
         for position, following in itertools.pairwise([*record.backward_order, None]):
             assert position is not None
-            step = position - record.first
-            if record.steps[step].wired.moves_tokens and position not in self._started:
+            if record.steps[position - record.first].wired.moves_tokens and position not in self._started:
                 # Under the recomputation, if there is one.
                 self._started[position] = self._start_gradient(position)
-            graphs = record.pop_graphs(step)
-            gradient = self._wait_for_gradient(position)
-            if following is not None:
+            if following is not None and self._runs_inside(position, following):
                 record.gather_again(following - record.first)
-            self._start_ahead(position, following)
-            with record.steps[step].named("backward"):
-                self._differentiate(position, graphs, gradient)
+                continue
+            self._go_back(position, following)
+        self._catch_up()
         if not record.state_trains:
             # Of norms whose stream needs no gradient.
-            for wait in self._reduces.values():
-                wait()
+            for reduce in self._reduces.values():
+                reduce.finish()
         state_gradient = self._entered_gradient(entered) if record.state_trains else None
         record.end_pass()
         return state_gradient
+
+    def _runs_inside(self, position: int, following: int) -> bool:
+        record = self._record
+        inside = runs_inside(record.steps, record.plan, record.first, position)
+        return inside and following == position - 1 and record.overlap
+
+    def _go_back(self, position: int, following: int | None) -> None:
+        """Run the backward of a sub-block, and of the one that has run in its middle."""
+        record = self._record
+        step = record.steps[position - record.first]
+        graphs = record.pop_graphs(position - record.first)
+        gradient = self._wait_for_gradient(position)
+        if following is not None:
+            record.gather_again(following - record.first)
+        self._start_ahead(position, following)
+        middle = step.body.middle
+        if middle is not None:
+            middle.backward = functools.partial(self._run_in_the_middle, position)
+        with step.named("backward"):
+            self._differentiate(position, graphs, gradient)
+        if middle is not None:
+            # Not reached if nothing before it needs a gradient.
+            middle.run_backward()
 
     def _entered_gradient(self, entered: torch.Size) -> Tensor:
         gradients: Sequence[Tensor | None] = self._crossing
@@ -413,37 +453,61 @@ class BackwardWalk:
         """Start to sum the gradient of an input over the ranks, or leave it to the range before."""
         if position >= self._plan.first_reduced:
             in_flight = self._start_sum(unreduced)
-            self._reduces[position] = (in_flight if self._record.overlap else in_flight.completed()).wait
+            in_flight = in_flight if self._record.overlap else in_flight.completed()
+            self._reduces[position] = _Reduce(in_flight, in_flight.wait)
             return
         index = next(index for index, positions in enumerate(self._plan.crossing) if position in positions)
         earlier = self._crossing[index]
         self._crossing[index] = unreduced if earlier is None else earlier + unreduced
 
+    def _run_in_the_middle(self, position: int) -> None:
+        """Run the backward of the experts that have run in the middle of a sub-block, or start the gradients of outputs
+        of others that had to wait until then."""
+        if self._runs_inside(position + 1, position):
+            self._go_back(position + 1, None)
+        else:
+            self._start_exchanged(position, lambda output: output == position - 1)
+
     def _start_ahead(self, position: int, following: int | None) -> None:
         """Start the gradients of outputs that do not depend on the sub-block that is about to run: of those that
         need an all-to-all, and with a side queue, that of the next one."""
         record, arrivals = self._record, self._record.plan.arrivals
-        ready = []
-        while self._exchanged and self._exchanged[0] >= position:
-            self._exchanged.popleft()
-        while self._exchanged and arrivals[self._exchanged[0]] > position:
-            ready.append(self._exchanged.popleft())
+        waits_inside = record.queue is None and record.steps[position - record.first].body.middle is not None
+        self._start_exchanged(position, lambda output: not waits_inside or self._has_flown(output, position))
         if (
             following is not None
             and record.queue is not None
             and record.gathers(following - record.first)
             and arrivals[following] > position
-            and following not in (*ready, *self._started)
+            and following not in self._started
         ):
-            ready.append(following)
-        for output in ready:
-            start = functools.partial(self._start_gradient, output)
-            if record.queue is None:
-                self._started[output] = start()
-            else:
-                # If g has passed the output, its gather alone uses the gradient, and holds it.
-                uses = (self._stream_gradient, *self._reduces.values())
-                self._started[output] = record.queue.run(start, uses)
+            self._start(following)
+
+    def _start_exchanged(self, position: int, is_ready: Callable[[int], bool]) -> None:
+        """Start the gradients of outputs that need all-to-alls, if they are ready and do not depend on a sub-block."""
+        while self._exchanged and self._exchanged[0] >= position:
+            self._exchanged.popleft()
+        arrivals = self._record.plan.arrivals
+        while self._exchanged and arrivals[self._exchanged[0]] > position and is_ready(self._exchanged[0]):
+            self._start(self._exchanged.popleft())
+
+    def _has_flown(self, output: int, position: int) -> bool:
+        """Whether all that the gradient of an output lacks has arrived, or a whole sub-block has hidden it."""
+        lacking = range(self._record.plan.arrivals[output], position + 2)
+        return not any(self._is_in_flight(one) for one in lacking)
+
+    def _is_in_flight(self, position: int) -> bool:
+        return position in self._reduces and self._reduces[position].in_flight.work is not None
+
+    def _start(self, output: int) -> None:
+        record = self._record
+        start = functools.partial(self._start_gradient, output)
+        if record.queue is None:
+            self._started[output] = start()
+        else:
+            # If g has passed the output, its gather alone uses the gradient, and holds it.
+            uses = (self._stream_gradient, *self._reduces.values())
+            self._started[output] = record.queue.run(start, uses)
 
     def _start_gradient(self, position: int) -> InFlight:
         """Start to bring the gradient of an output to the ranks that have computed it."""
@@ -459,23 +523,45 @@ class BackwardWalk:
             return record.crossing(position).start_read(self._output_gradient(position))
 
     def _wait_for_gradient(self, position: int) -> Tensor:
+        queue = self._record.queue
+        if queue is not None:
+            # Before the stream of the computation waits for a chain.
+            self._catch_up()
         started = self._started.pop(position, None)
-        if started is not None and self._record.queue is not None:
-            self._record.queue.join()
-        return (started or self._start_gradient(position)).wait()
+        if started is not None and queue is not None:
+            queue.join()
+        gradient = started or self._start_gradient(position)
+        self._hide(gradient.work)
+        return gradient.wait()
+
+    def _hide(self, work: Work | None) -> None:
+        """Catch up before something in flight is waited for, unless that happens on another stream."""
+        if work is not None and self._record.queue is None:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Compute the gradients of weights that have been kept."""
+        if self._record.late is not None:
+            self._record.late.catch_up()
 
     def _output_gradient(self, output: int) -> Tensor:
         if output not in self._complete:
             self._advance(self._record.plan.arrivals[output])
-        return self._complete.pop(output).wait()
+        gradient = self._complete.pop(output)
+        self._hide(gradient.work)
+        return gradient.wait()
 
     def _advance(self, position: int) -> None:
         """Make g include the inputs from `position` on, and take from it the gradients of outputs on the way."""
         if self._arriving is not None:
+            self._hide(self._arriving)
             self._arriving.wait()
+            self._arriving = None
         while self._next_position >= position:
             if self._next_position in self._reduces:
-                gradient = self._reduces.pop(self._next_position)()
+                reduce = self._reduces.pop(self._next_position)
+                self._hide(reduce.in_flight.work)
+                gradient = reduce.finish()
                 assert gradient is not None, "an input below the weights that train"
                 self._stream_gradient = self._stream_gradient + gradient
             for output in self._plan.completed[self._next_position]:
@@ -494,10 +580,10 @@ class BackwardWalk:
         if input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum, or nothing needs it.
             return
-        finish = functools.partial(self._wait_and_norm, step, graphs.input)
+        reduce = _Reduce(input_gradient.in_flight, functools.partial(self._wait_and_norm, step, graphs.input))
         if not crosses:
-            self._reduces[position] = finish
-        elif (unreduced := finish()) is not None:
+            self._reduces[position] = reduce
+        elif (unreduced := reduce.finish()) is not None:
             self._pass_on(position, unreduced)
 
     def _wait_and_norm(self, step: SubBlock, input: LocalInput) -> Tensor | None:

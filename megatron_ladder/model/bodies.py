@@ -12,7 +12,7 @@ from megatron_ladder.blueprint.specs import Branch, Matrix
 from megatron_ladder.blueprint.tensors import SubBlockTensors
 from megatron_ladder.model.mixers.table import new_heads
 from megatron_ladder.model.operations import BuildContext
-from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
+from megatron_ladder.model.sub_block import Body, BodyOutput, Middle, SequenceContext
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ladder.parallel.products import InputGradient
 
@@ -44,7 +44,15 @@ def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Br
     return RowParallelLinear(branch.output, build, tensors.wired.leaves_shared)
 
 
-class MixerBody(Body):
+class _HalvedBody(Body):
+    middle: Middle
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = Middle()
+
+
+class MixerBody(_HalvedBody):
     """A token mixer over this rank's heads: one product of all inputs, heads, output projection."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
@@ -59,10 +67,10 @@ class MixerBody(Body):
     ) -> BodyOutput:
         """See `Body`."""
         mixed = self.heads(self.in_proj(normed, input_gradient), context)
-        return BodyOutput(self.o_proj(mixed))
+        return BodyOutput(self.o_proj(self.middle.cross(mixed)))
 
 
-class MLP(Body):
+class MLP(_HalvedBody):
     """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
@@ -78,10 +86,11 @@ class MLP(Body):
     ) -> BodyOutput:
         """See `Body`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
-        return BodyOutput(_gated(self.down_proj(inner), self.output_gate, normed, input_gradient))
+        partial = self.down_proj(self.middle.cross(inner))
+        return BodyOutput(_gated(partial, self.output_gate, normed, input_gradient))
 
 
-class MixerMLP(Body):
+class MixerMLP(_HalvedBody):
     """Token mixer and MLP, or shared expert, of one norm in parallel (PaLM): one input projection, and one sum."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
@@ -101,6 +110,6 @@ class MixerMLP(Body):
         """See `Body`."""
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = projected.tensor_split((self.mixer_width,), dim=-1)
-        mixer_partial = self.o_proj(self.heads(heads, context))
+        mixer_partial = self.o_proj(self.middle.cross(self.heads(heads, context)))
         mlp_partial = self.down_proj(self.operations.swiglu(gate_up))
         return BodyOutput(mixer_partial + _gated(mlp_partial, self.output_gate, normed, input_gradient))

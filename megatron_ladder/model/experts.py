@@ -91,6 +91,7 @@ class _ExpertMatrices(ParallelModule):
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build, routed=True)
         self.swiglu = build.operations.swiglu
+        self.sink = build.gradient_sink
         whole = build.experts.sharding == "experts" or build.mesh.experts.size > 1
         for name, matrix in (*branch.inputs.items(), ("down", branch.output)):
             for attribute, tensor in ((name, matrix.weight), (f"{name}_bias", matrix.bias)):
@@ -119,7 +120,7 @@ class _SummedMatrices(_ExpertMatrices):
         rows = SortedRows.of(chosen, self.first, self.count, self.has_all)
         kept_rows = math.ceil(self.kept_rows * chosen.numel())
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias)
-        partial = run_experts(x, matrices, weights, ExpertPass(rows, kept_rows, self.swiglu, input_gradient))
+        partial = run_experts(x, matrices, weights, ExpertPass(rows, kept_rows, self.swiglu, self.sink, input_gradient))
         if self.down_bias is None:
             return partial
         return partial + self._weigh_biases(chosen, weights) @ self.down_bias
@@ -143,7 +144,9 @@ class _DividedMatrices(_ExpertMatrices):
         """
         sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=not has_padding)
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
-        return run_experts(rows, matrices, None, ExpertPass(sorted_rows, len(rows), self.swiglu, input_gradient))
+        return run_experts(
+            rows, matrices, None, ExpertPass(sorted_rows, len(rows), self.swiglu, self.sink, input_gradient)
+        )
 
 
 class _Choice(NamedTuple):

@@ -111,7 +111,16 @@ class LanguageModel(nn.Module):
         ops = options.operations.for_model(config)
         self.gradient_sink = GradientSink()
         product = ops.linear or partial(linear, sink=self.gradient_sink)
-        build = BuildContext(mesh, dtype, device, product, config=config, operations=ops, experts=experts)
+        build = BuildContext(
+            mesh,
+            dtype,
+            device,
+            product,
+            config=config,
+            operations=ops,
+            experts=experts,
+            gradient_sink=self.gradient_sink,
+        )
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation

@@ -25,7 +25,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.flash_linear_attention import find_delta_kernel
 from megatron_ladder.parallel.layout import Placement
-from megatron_ladder.parallel.products import LinearFunction
+from megatron_ladder.parallel.products import GradientSink, LinearFunction
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
@@ -167,6 +167,7 @@ class BuildContext(Placement):
     config: ModelConfig
     operations: Operations
     experts: ExpertOptions
+    gradient_sink: GradientSink
 
 
 def with_norm(norm: NormFunction) -> Operations:

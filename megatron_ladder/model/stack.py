@@ -61,6 +61,8 @@ class StackOptions:
     """The operations between the collectives."""
     mirrored_backward: bool = True
     """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
+    late_weight_gradients: bool = True
+    """In the mirrored backward, compute gradients of weights where they hide the next wait."""
     span: Span = no_span
     """Names sub-blocks for a profiler."""
 
@@ -134,6 +136,7 @@ class TransformerStack(nn.Module):
         self.mirrors = options.tp_overlap and options.mirrored_backward and communicates and not self.desync
         self._marks_norms = self.mirrors and mesh.tensor.size > 1 and mesh.stream.shards == 1
         """Whether only some norms have partial gradients: those of sub-blocks whose gradients cross cuts unreduced."""
+        self._late = build.gradient_sink if options.late_weight_gradients else None
         self._slots_per_output = mesh.stream.shards
         self._walk = walk
         self._record = ForwardRecord
@@ -198,7 +201,7 @@ class TransformerStack(nn.Module):
         if trains and self.mirrors:
             norms = self._crossing_norms[chunk]
             of_range = steps, context, self.plan, first, self.layout
-            record = self._record(*of_range, queue, state.requires_grad, norms, overlap, self.messages)
+            record = self._record(*of_range, queue, state.requires_grad, norms, overlap, self.messages, self._late)
             state, stats = walk_mirrored(state, record)
         else:
             forward = AutogradPass(steps, context)

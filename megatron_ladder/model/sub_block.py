@@ -21,12 +21,19 @@ model.
 
 Routed experts that expert-parallel ranks divide (`blueprint/expert_parallel.py`) read tokens of all these ranks, and
 their outputs are complete: they cross a cut as [1, s / shards, b, h]. Their tokens come from other ranks, so the walk
-reads ahead up to them where what they see has arrived, or has been hidden by a whole sub-block:
+reads ahead up to them: at once where what they see has arrived, or a whole sub-block has hidden it; otherwise in the
+middle of the sub-block before (`Middle`). Ladder:
 
-    compute   [ norms of S, R ][ S          ][ R      ][ A of the next layer ][ norms of S, R ][ ...
-    wire                       ~~ dispatch ~~          ~~~~~~ combine ~~~~~~~
+    compute   [ A: projections, scores |][ norms of S, R ][| output ][ S ][ R ][ A of the next layer ...
+    wire      ~~~~~~~~~ combine ~~~~~~~~                  ~~ dispatch ~~~     ~~~~~~ combine ~~~~~~~~~
+
+Where the next sub-block sees the output of R at once, R runs in the middle of the one before it. Standard:
+
+    compute   [ norms of S, R ][ S: up |][ R ][| down ][ A of the next layer ...
+    wire                       dispatch       combine
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -81,6 +88,36 @@ class BodyOutput(NamedTuple):
     """Further arguments of a recomputation, which it does not compute again."""
 
 
+class Middle:
+    """The place between the work of a body and its output projection, where a walk may wait, read and compute.
+
+    Attributes:
+        forward, backward: what the next forward pass, or the next backward of one, does there; reset once it is done.
+    """
+
+    forward: Callable[[], object] | None = None
+    backward: Callable[[], object] | None = None
+
+    def cross(self, inner: Tensor) -> Tensor:
+        """Return what the output projection gets, whose gradient crosses as well."""
+        self.run_forward()
+        if inner.requires_grad:
+            inner.register_hook(lambda _: self.run_backward())
+        return inner
+
+    def run_forward(self) -> None:
+        """Do what is set for a forward pass, if it has not been done."""
+        action, self.forward = self.forward, None
+        if action is not None:
+            action()
+
+    def run_backward(self) -> None:
+        """Do what is set for a backward pass, if it has not been done."""
+        action, self.backward = self.backward, None
+        if action is not None:
+            action()
+
+
 class Body(nn.Module):
     """What a sub-block computes between its norm and the sum over the ranks: an input projection, work on this rank's
     share of it, and an output projection.
@@ -92,6 +129,8 @@ class Body(nn.Module):
 
     loss_names: tuple[str, ...] = ()
     """Names of the losses that it returns."""
+    middle: Middle | None = None
+    """Where a walk may do something before the output projection."""
     __call__: Callable[..., BodyOutput]
 
 
@@ -250,6 +289,9 @@ class AutogradPass(NamedTuple):
         sub_block = self.steps[step]
         stream, started = input
         if started is None:
+            if sub_block.body.middle is not None:
+                # Not inside of what is repeated.
+                sub_block.body.middle.run_forward()
             (partial, stats, _), start = sub_block.compute(stream, self.context)
             return partial, start, stats
         whole, crossing, input_stats = started
@@ -316,6 +358,7 @@ class _ForwardWalk(Generic[Input]):
         """Sub-blocks whose tokens move, as far as their inputs are not prepared."""
         self._joined: Tensor | None = None
         """An output that travels with the next one."""
+        self._stats = PassStats()
 
     def run(self, state: Tensor) -> tuple[Tensor, PassStats]:
         """See `walk`."""
@@ -328,8 +371,9 @@ class _ForwardWalk(Generic[Input]):
                 self._pending[output] = InFlight(slots.flatten(0, 1), handle)
             else:
                 self._launch(output, self._layout.start_write, slots.flatten(0, 1).clone())
-        stats = PassStats()
         for position, step in enumerate(self._steps, start=self._first):
+            if runs_inside(self._steps, plan, self._first, position) and self._overlap:
+                continue
             if queue is not None and self._ahead:
                 queue.join()
             if self._next_input == position:
@@ -337,16 +381,16 @@ class _ForwardWalk(Generic[Input]):
             if self._has_input(position):
                 input = self._ahead.popleft()
             if self._overlap:
-                self._start_exchanged_inputs(position)
+                self._start_exchanged_inputs(self._has_flown, position)
             if queue is not None and self._next_can_start(position):
                 queue.run(self._start_input, uses=(self._stream, *self._pending.values()))
             with step.named("forward"):
-                stats = stats.plus(self._compute(position, input))
+                self._compute(position, input)
         # Leave with the outputs that the next sub-block misses.
         for output in plan.arriving(self._last):
             if output in self._pending:
                 self._stream = self._stream + self._pending.pop(output).wait()
-        return self._leaving_state(), stats
+        return self._leaving_state(), self._stats
 
     def _leaving_state(self) -> Tensor:
         complete = [self._pending.pop(output) for output in self._leaving if output in self._plan.complete]
@@ -376,23 +420,32 @@ class _ForwardWalk(Generic[Input]):
             self._stream, input = self._forward.start_input(step, self._stream, newest)
         self._ahead.append(input)
 
-    def _start_exchanged_inputs(self, position: int) -> None:
-        """Let tokens move as early as what their sub-block sees can be added without waiting for a sum that nothing has
-        hidden; `position` is the sub-block that runs next."""
+    def _start_exchanged_inputs(self, is_ready: Callable[[int, int], bool], position: int) -> None:
+        """Let tokens move before it is the turn of their sub-block, if all outputs that have to be added are ready;
+        `position` is the sub-block that runs."""
         while self._exchanged and self._exchanged[0] < self._next_input:
             self._exchanged.popleft()
         if not self._exchanged:
             return
         inputs = range(self._next_input, self._exchanged[0] + 1)
-        if all(self._has_flown(output, position) for one in inputs for output in self._plan.arriving(one)):
-            for _ in inputs:
-                self._start_input()
+        if not all(is_ready(output, position) for one in inputs for output in self._plan.arriving(one)):
+            return
+        if self._queue is not None and self._ahead:
+            self._queue.join()
+        for _ in inputs:
+            self._start_input()
 
     def _has_flown(self, output: int, position: int) -> bool:
+        """Whether an output has arrived, or a whole sub-block has hidden it."""
         in_flight = self._pending.get(output)
         if in_flight is None:
             return output < position
         return in_flight.work is None or output < position - 1
+
+    def _has_flown_or_is_next(self, output: int, position: int) -> bool:
+        """Whether an output has flown, or the next sub-block waits for it."""
+        is_next = output < position and self._plan.arrivals[output] == position + 1
+        return is_next or self._has_flown(output, position)
 
     def _next_can_start(self, position: int) -> bool:
         """Whether the input of the next sub-block can be prepared while this one runs."""
@@ -403,19 +456,48 @@ class _ForwardWalk(Generic[Input]):
         is_exchanged = self._steps[following - self._first].wired.moves_tokens
         return not is_exchanged and position not in self._plan.arriving(following)
 
-    def _compute(self, position: int, input: Input) -> PassStats:
+    def _compute(self, position: int, input: Input) -> None:
         """Compute, and start the sum of the output, with that of a joined one."""
         step = position - self._first
+        middle = self._steps[step].body.middle
+        if middle is not None and self._overlap:
+            middle.forward = functools.partial(self._run_in_the_middle, position, torch.is_grad_enabled())
         partial, start, stats = self._forward.compute(step, input)
+        self._stats = self._stats.plus(stats)
         if self._joined is not None:
             partial = self._joined + partial
         self._joined = partial if self._steps[step].wired.joins_next else None
         if self._joined is None:
             self._launch(position, start, partial)
-        return stats
+
+    def _run_in_the_middle(self, position: int, enable_grad: bool) -> None:
+        """Run the experts that belong in the middle of a sub-block, or let the tokens of later ones move."""
+        following = position + 1
+        with torch.set_grad_enabled(enable_grad):
+            if not runs_inside(self._steps, self._plan, self._first, following):
+                self._start_exchanged_inputs(self._has_flown_or_is_next, position)
+                return
+            step = following - self._first
+            with self._steps[step].named("forward"):
+                partial, start, stats = self._forward.compute(step, self._ahead.popleft())
+            self._stats = self._stats.plus(stats)
+            self._launch(following, start, partial)
 
     def _launch(self, position: int, start: Launch, partial: Tensor) -> None:
         if position in self._leaving and position not in self._plan.complete:
             start = leave_unreduced
         in_flight = start(partial)
         self._pending[position] = in_flight if self._overlap else in_flight.completed()
+
+
+def runs_inside(steps: Sequence[SubBlock], plan: ReadPlan, first: int, position: int) -> bool:
+    """Return whether a sub-block runs in the middle of the one before it, if outputs stay in flight.
+
+    These are experts that read the same stream, and whose output the next sub-block sees, so that only the sub-block
+    before them can hide both ways of their tokens.
+    """
+    step = position - first
+    if not 0 < step < len(steps) or not steps[step].wired.moves_tokens or steps[step - 1].body.middle is None:
+        return False
+    reads_same = not plan.arriving(position) and plan.arrivals[position - 1] > position
+    return reads_same and plan.arrivals[position] == position + 1

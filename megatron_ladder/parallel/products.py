@@ -7,7 +7,8 @@ Rows x [n, in] and weight [out, in] give x @ weight^T. With the gradient g [n, o
                    `InputGradient` instead: the product starts the sum there and continues with the gradient of its
                    weight, and the caller waits when it needs the result, one sub-block later.
     g^T @ x        of the weight. Autograd would write it in the precision of the model, and a second kernel would add
-                   it to the sum of an optimizer that sums in fp32. A `GradientSink` adds it at once.
+                   it to the sum of an optimizer that sums in fp32. A `GradientSink` adds it at once. Nothing in the
+                   walk depends on it, so the sink can also keep the product until a collective is in flight.
 
 ZeRO-3 gathers a parameter before each use and releases it after; `linear` and `reached_by_backward` allow for that.
 
@@ -23,15 +24,18 @@ used.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_ladder.comm.inflight import InFlight, Launch
+from megatron_ladder.torch_private import run_backward
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
@@ -89,6 +93,41 @@ class GradientSink:
     """
 
     add: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    _late: list[Callable[[], None]] | None = None
+    """Products that have not been computed; None where they are computed at once."""
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Keep the products that arise inside the block, with their operands, until `catch_up` or its end."""
+        self._late = []
+        try:
+            yield
+            self.catch_up()
+        finally:
+            self._late = None
+
+    def catch_up(self) -> None:
+        """Compute the products that have been kept."""
+        if self._late:
+            late, self._late = self._late, []
+            for compute in late:
+                compute()
+
+    def take(self, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
+        """Return the gradient of a weight that `product` computes, or None if it has added the gradient, or is kept.
+
+        ZeRO-3 releases a weight after its backward, so the products of those that it partitions are not kept.
+        """
+        if self._late is None or hasattr(weight, "ds_id"):
+            return product()
+        self._late.append(functools.partial(_accumulate, weight, product))
+        return None
+
+
+def _accumulate(weight: Tensor, product: Callable[[], Tensor | None]) -> None:
+    gradient = product()
+    if gradient is not None:
+        run_backward((get_gradient_edge(weight),), (gradient,))
 
 
 class LinearFunction(Protocol):
@@ -111,7 +150,7 @@ class _Product(Function):
         bias: Tensor | None,
         input_gradient: InputGradient | None,
         wide: bool,
-        add: Callable[[Tensor, Tensor, Tensor], None] | None,
+        sink: GradientSink | None,
     ) -> Tensor:
         trains = weight.requires_grad
         saved_input: tuple[Tensor, ...] = (x,) if trains else ()
@@ -120,7 +159,7 @@ class _Product(Function):
         ctx.save_for_backward(weight, *saved_input)
         ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
         # Recomputation saves another tensor than the parameter.
-        ctx.add = None if add is None else functools.partial(add, weight)
+        ctx.sink, ctx.parameter = sink, weight
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
         return F.linear(x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
 
@@ -136,10 +175,18 @@ class _Product(Function):
             ctx.input_gradient.add(grad_x)
             grad_x = None
         grad_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        if needs_weight:
-            x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
+        sink, parameter, input_gradient = ctx.sink, ctx.parameter, ctx.input_gradient
+
+        def multiply() -> Tensor | None:
+            x = saved_input[0] if saved_input else input_gradient.input_again.wait()
             a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
-            grad_weight = (a @ b).to(weight.dtype) if ctx.add is None else ctx.add(a, b)
+            if sink is None or sink.add is None:
+                return (a @ b).to(parameter.dtype)
+            sink.add(parameter, a, b)
+            return None
+
+        if needs_weight:
+            grad_weight = multiply() if sink is None else sink.take(parameter, multiply)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -162,10 +209,10 @@ def linear(
     its gradient to autograd. A parameter that ZeRO-3 partitions (it has a `ds_id`), or whose gradients a sink takes,
     therefore goes through a function that saves the parameter.
     """
-    add = None if sink is None else sink.add
-    if input_gradient is None and not (wide or hasattr(weight, "ds_id") or add is not None):
+    takes = sink is not None and torch.is_grad_enabled()
+    if input_gradient is None and not (wide or takes or hasattr(weight, "ds_id")):
         return F.linear(x, weight, bias)
-    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide, add)
+    result: Tensor = _Product.apply(x, weight, bias, input_gradient, wide, sink)
     return result
 
 
@@ -357,6 +404,8 @@ class ExpertPass(NamedTuple):
     kept_rows: int
     """Number of sorted rows whose products with gate and up are kept for backward, which computes others again."""
     swiglu: Callable[[Tensor], Tensor]
+    sink: GradientSink
+    """Takes the gradients of the matrices."""
     input_gradient: InputGradient | None = None
     """Receives the gradient of the input."""
 
@@ -377,7 +426,7 @@ class _Experts(Function):
         expert_pass: ExpertPass,
         *matrices: Any,
     ) -> Tensor:
-        sorted_rows, kept_rows, swiglu, input_gradient = expert_pass
+        sorted_rows, kept_rows, swiglu, _, input_gradient = expert_pass
         experts = ExpertWeights(*matrices)
         x, last_column = received.tensor_split([experts.gate.shape[-1]], dim=-1)
         gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], experts, sorted_rows)
@@ -397,12 +446,17 @@ class _Experts(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, down, gate_bias, up_bias, down_bias, weights, saved_gate_up, *inputs = ctx.saved_tensors
         experts = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
-        sorted_rows, _, swiglu, input_gradient = ctx.expert_pass
+        sorted_rows, _, swiglu, sink, input_gradient = ctx.expert_pass
         needs_x, _, _, needs_gate, needs_up, needs_down, *need_biases, needs_down_bias = ctx.needs_input_grad
 
+        @functools.cache
         def sorted_inputs() -> Tensor:
             received: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
             return received[..., : gate.shape[-1]].flatten(0, -2)[sorted_rows.tokens]
+
+        def take(matrix: Tensor, left: Tensor, right: Callable[[], Tensor], is_needed: bool) -> Tensor | None:
+            product = functools.partial(_multiply_outer, left, sorted_rows=sorted_rows)
+            return sink.take(matrix, lambda: product(right())) if is_needed else None
 
         gate_up = saved_gate_up
         saved_rows = len(saved_gate_up)
@@ -414,9 +468,10 @@ class _Experts(Function):
         if weights_travel:
             weights = inputs[0][..., gate.shape[-1] :]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
-        grad_gate_up, grad_down, grad_row_weights = _differentiate(
-            grad_rows, gate_up, down, row_weights, sorted_rows, swiglu, needs_down
+        grad_gate_up, weighted, grad_row_weights = _differentiate(
+            grad_rows, gate_up, down, row_weights, sorted_rows, swiglu
         )
+        grad_down = take(down, grad_rows, lambda: weighted, needs_down)
         if down_bias is not None:
             grad_row_weights = grad_row_weights + (grad_rows * down_bias[sorted_rows.experts]).sum(-1)
         grad_down_bias = _sum_by_expert(grad_rows * row_weights, sorted_rows) if needs_down_bias else None
@@ -434,10 +489,9 @@ class _Experts(Function):
         if needs_x and input_gradient is not None:
             input_gradient.add(grad_x)
             grad_x = None
-        rows = sorted_inputs() if needs_gate or needs_up else None
         grad_inputs = [
-            _multiply_outer(part, rows, sorted_rows) if is_needed and rows is not None else None
-            for part, is_needed in ((grad_gate, needs_gate), (grad_up, needs_up))
+            take(matrix, part, sorted_inputs, is_needed)
+            for matrix, part, is_needed in ((gate, grad_gate, needs_gate), (up, grad_up, needs_up))
         ]
         grad_biases = [
             _sum_by_expert(part, sorted_rows) if is_needed else None
@@ -454,9 +508,8 @@ def _differentiate(
     row_weights: Tensor,
     sorted_rows: SortedRows,
     swiglu: Callable[[Tensor], Tensor],
-    down_trains: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the gradients of gate_up [n k, 2 f], down [E, h, f] and the weights of sorted rows [n k].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of gate_up [n k, 2 f], what down [E, h, f] multiplies, and the gradient of the weights.
 
     `grad_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
     """
@@ -465,10 +518,10 @@ def _differentiate(
         inner = swiglu(leaf)
     row_weights = row_weights.to(inner.dtype)
     grad_weighted = _multiply(grad_rows, down, sorted_rows)
-    grad_down = _multiply_outer(grad_rows, inner.detach() * row_weights, sorted_rows) if down_trains else None
     grad_row_weights = (grad_weighted * inner.detach()).sum(-1)
+    weighted = inner.detach() * row_weights
     (grad_gate_up,) = torch.autograd.grad(inner, leaf, grad_weighted.mul_(row_weights))
-    return grad_gate_up, grad_down, grad_row_weights
+    return grad_gate_up, weighted, grad_row_weights
 
 
 def _multiply_inputs(rows: Tensor, experts: ExpertWeights, sorted_rows: SortedRows) -> Tensor:

@@ -22,6 +22,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.stats import PassStats
+from megatron_ladder.model.sub_block import Body
 from megatron_ladder.parallel.layout import ParallelModule, parameter_sections
 from tests.distributed.test_correctness import (
     CUTS,
@@ -255,6 +256,21 @@ def test_every_wiring_and_layout(
     check(gloo_pools, config, how, make_batch(config), unused, **losses)
 
 
+def record_middle(body: Body, name: str, events: list[str]) -> None:
+    if body.middle is None:
+        return
+    cross = body.middle.cross
+
+    def record(inner: Tensor) -> Tensor:
+        if inner.requires_grad:
+            inner.register_hook(lambda _: events.append(name))
+        crossed = cross(inner)
+        events.append(name)
+        return crossed
+
+    body.middle.cross = record  # type: ignore[method-assign]
+
+
 def events(
     config: ModelConfig,
     tensor: int,
@@ -266,8 +282,9 @@ def events(
     """Return the events of a forward pass and, with `training`, of its backward pass.
 
     They are launches and waits of dispatches (`D3`, `d3`) and combines (`C3`, `c3`), and the numbers of rows ahead of
-    them (`K3`, `k3`), and starts of bodies (`A3`, `S3`, `M3`, `R3`), by layer. Backward, `C3` is the gradient of a
-    combine and `D3` that of a dispatch, and bodies are named where the gradients of their weights are complete.
+    them (`K3`, `k3`), starts of bodies (`A3`, `S3`, `M3`, `R3`) and of their output projections (`a3`), by layer.
+    Backward, `C3` is the gradient of a combine and `D3` that of a dispatch, `a3` is where the output projection has
+    gone backward, and `A3` where the gradients of the weights are complete.
     """
     mesh = expert_mesh(tensor, 2, head_replicas(config, tensor))
     group = RecordingGroup(mesh.experts)
@@ -280,6 +297,7 @@ def events(
     for step, layer in zip(steps, layers, strict=True):
         name = f"{LETTERS[step.wired.kind]}{layer}"
         hooks.append(step.body.register_forward_pre_hook(lambda *_, name=name: group.events.append(name)))
+        record_middle(step.body, name.lower(), group.events)
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 12 // tensor, 2, config.hidden_size, requires_grad=training)
         context = model.training_context(torch.arange(24).view(2, 12))._replace(counts=training)
@@ -292,7 +310,9 @@ def events(
         hook.remove()
         first = next(weight for name, weight in step.body.named_parameters() if "router" not in name)
         name = f"{LETTERS[step.wired.kind]}{layer}"
-        first.register_post_accumulate_grad_hook(lambda _, name=name: group.events.append(name))
+        first.register_post_accumulate_grad_hook(
+            lambda weight, name=name: group.events.extend([] if weight.grad is None else [name])
+        )
     sent = Counter(group.exchanges)
     output.sum().backward()
 
@@ -309,20 +329,50 @@ def events(
 @pytest.mark.parametrize(
     ("model", "forward", "backward"),
     [
-        ("standard", "A0 D0 S0 d0 R0 C0 c0 A1 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 A1 C0 c0 D0 R0 S0 d0 A0"),
-        ("standard-routed", "A0 D0 d0 R0 C0 c0 A1 D1 d1 R1 C1 c1", "C1 c1 D1 R1 d1 A1 C0 c0 D0 R0 d0 A0"),
-        ("parallel", "D0 A0 d0 R0 C0 c0 D1 A1 d1 R1 C1 c1", "C1 c1 D1 R1 A1 d1 C0 c0 D0 R0 A0 d0"),
-        ("ladder", "D0 A0 S0 d0 R0 C0 A1 c0 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 C0 A1 c0 D0 R0 S0 A0 d0"),
-        ("ladder-routed", "D0 A0 d0 R0 C0 A1 c0 D1 d1 R1 C1 c1", "C1 c1 D1 R1 d1 C0 A1 c0 D0 R0 A0 d0"),
-        # The tokens of layer 1 travel under the experts of layer 0.
-        ("staleness-2", "D0 A0 D1 S0 d0 R0 C0 A1 S1 d1 R1 C1 c0 c1", "C1 c1 C0 D1 R1 S1 A1 c0 D0 R0 S0 d1 A0 d0"),
-        ("ladder-parallel", "D0 A0 D1 d0 R0 C0 A1 d1 R1 C1 c0 c1", "C1 c1 C0 D1 R1 A1 c0 D0 R0 A0 d1 d0"),
-        ("farskip", "D0 A0 S0 d0 R0 C0 A1 c0 D1 S1 d1 R1 C1 c1", "C1 c1 D1 R1 S1 d1 C0 A1 c0 D0 R0 S0 A0 d0"),
-        ("shortcut", "D0 A0 d0 R0 C0 S0 c0 D1 A1 d1 R1 C1 S1 c1", "C1 S1 c1 D1 R1 A1 d1 C0 S0 c0 D0 R0 A0 d0"),
+        # Both ways of the tokens are under the shared expert.
+        (
+            "standard",
+            "A0 a0 D0 S0 d0 R0 C0 s0 c0 A1 a1 D1 S1 d1 R1 C1 s1 c1",
+            "C1 s1 c1 D1 R1 S1 d1 a1 C0 s0 A1 c0 D0 R0 S0 d0 a0 A0",
+        ),
+        (
+            "standard-routed",
+            "A0 a0 D0 d0 R0 C0 c0 A1 a1 D1 d1 R1 C1 c1",
+            "C1 c1 D1 R1 d1 a1 C0 A1 c0 D0 R0 d0 a0 A0",
+        ),
+        ("parallel", "D0 A0 d0 R0 C0 a0 c0 D1 A1 d1 R1 C1 a1 c1", "C1 a1 c1 D1 R1 A1 d1 C0 a0 c0 D0 R0 A0 d0"),
+        # The tokens of layer 1 leave in the middle of its attention.
+        (
+            "ladder",
+            "D0 A0 a0 S0 s0 d0 R0 C0 A1 c0 D1 a1 S1 d1 R1 C1 s1 c1",
+            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 s0 a0 R0 S0 A0 d0",
+        ),
+        (
+            "ladder-routed",
+            "D0 A0 a0 d0 R0 C0 A1 c0 D1 a1 d1 R1 C1 c1",
+            "C1 c1 D1 a1 R1 d1 C0 A1 c0 D0 a0 R0 A0 d0",
+        ),
+        # They travel under the experts of layer 0.
+        (
+            "staleness-2",
+            "D0 A0 a0 D1 S0 s0 d0 R0 C0 A1 a1 S1 d1 R1 C1 s1 c0 c1",
+            "C1 C0 s1 c1 D1 a1 R1 S1 A1 c0 D0 s0 R0 S0 d1 a0 A0 d0",
+        ),
+        ("ladder-parallel", "D0 A0 D1 a0 d0 R0 C0 A1 d1 R1 C1 a1 c0 c1", "C1 C0 a1 c1 D1 R1 A1 c0 D0 a0 R0 A0 d1 d0"),
+        (
+            "farskip",
+            "D0 A0 a0 S0 s0 d0 R0 C0 A1 c0 D1 a1 S1 d1 R1 C1 s1 c1",
+            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 s0 a0 R0 S0 A0 d0",
+        ),
+        (
+            "shortcut",
+            "D0 A0 a0 d0 R0 C0 S0 s0 c0 D1 A1 a1 d1 R1 C1 S1 s1 c1",
+            "C1 s1 S1 c1 D1 a1 R1 A1 d1 C0 s0 S0 c0 D0 a0 R0 A0 d0",
+        ),
         (
             "longcat",
-            "A0 D0 M0 d0 R0 C0 B0 N0 c0 A1 D1 M1 d1 R1 C1 B1 N1 c1",
-            "C1 N1 B1 c1 D1 R1 M1 d1 A1 C0 N0 B0 c0 D0 R0 M0 d0 A0",
+            "A0 a0 D0 M0 m0 d0 R0 C0 B0 b0 N0 n0 c0 A1 a1 D1 M1 m1 d1 R1 C1 B1 b1 N1 n1 c1",
+            "C1 n1 b1 N1 B1 c1 D1 m1 R1 M1 d1 a1 C0 n0 b0 A1 N0 B0 c0 D0 m0 R0 M0 d0 a0 A0",
         ),
     ],
 )
@@ -359,7 +409,7 @@ def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: Glo
     """The numbers of rows are kept. Each layer dispatches again, combines, and dispatches, numbered from 3 to 0."""
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     for _, backward in gloo_pools(2).run(events, config, 1, 2, True):
-        assert backward == "D1 C1 d1 c1 D0 R1 D1 d0 C0 A1 d1 c0 D0 R0 A0 d0"
+        assert backward == "D1 C1 d1 c1 D0 a1 D1 a1 R1 d0 C0 d1 A1 c0 D0 a0 a0 R0 A0 d0"
 
 
 def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
@@ -372,8 +422,9 @@ def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
     )
     for training in (True, False):
         for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, False):
-            assert forward == " ".join(f"A{i} S{i} K{i} k{i} D{i} d{i} R{i} C{i} c{i}" for i in (0, 1))
-            assert backward == (" ".join(f"C{i} c{i} R{i} D{i} d{i} S{i} A{i}" for i in (1, 0)) if training else "")
+            assert forward == " ".join(f"A{i} a{i} S{i} s{i} K{i} k{i} D{i} d{i} R{i} C{i} c{i}" for i in (0, 1))
+            expected = " ".join(f"C{i} c{i} R{i} D{i} d{i} s{i} S{i} a{i} A{i}" for i in (1, 0))
+            assert backward == (expected if training else "")
 
 
 def sent_tokens(config: ModelConfig) -> int:

@@ -81,7 +81,7 @@ def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.M
     streams, view_as = [], Tensor.view_as
     monkeypatch.setattr(Tensor, "view_as", lambda *tensors: streams.append(device.current) or view_as(*tensors))
     queue = CudaSideQueue(torch.device("cuda"))
-    options = queue, True, (), True, StateMessages()
+    options = queue, True, (), True, StateMessages(), None
     record = ForwardRecord(stack.sub_blocks(), context, stack.plan, 0, stack.layout, *options)
     queue.run(functools.partial(record._stand_in, 1, stack.sub_blocks()[1].norm.weight), uses=None)
     # The backward of an operation runs on the stream of its forward.

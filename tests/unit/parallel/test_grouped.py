@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ladder.parallel.products import ExpertPass, ExpertWeights, SortedRows, reads_on_host, run_experts
+from megatron_ladder.parallel.products import (
+    ExpertPass,
+    ExpertWeights,
+    GradientSink,
+    SortedRows,
+    reads_on_host,
+    run_experts,
+)
 
 EXPERTS, TOKENS, CHOICES = 6, 40, 2
 
@@ -37,7 +44,7 @@ def multiply_halves(gate_up: Tensor) -> Tensor:
 
 def by_groups(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, local: range, kept: int) -> Tensor:
     rows = SortedRows.of(chosen, local.start, len(local), all_local=len(local) == EXPERTS)
-    return run_experts(x, experts, weights, ExpertPass(rows, kept, multiply_halves))
+    return run_experts(x, experts, weights, ExpertPass(rows, kept, multiply_halves, GradientSink()))
 
 
 def largest_errors(
@@ -92,7 +99,7 @@ def test_rows_that_end_in_their_weights(dtype: torch.dtype, tokens: int) -> None
     values = [torch.randn(shape, generator=generator, dtype=torch.float64).div(2).to(dtype) for shape in shapes]
     chosen = torch.randint(EXPERTS, (tokens, 1), generator=generator)
     rows, *matrices = (value.clone().requires_grad_() for value in values)
-    expert_pass = ExpertPass(SortedRows.of(chosen, 0, EXPERTS, all_local=True), tokens, multiply_halves)
+    expert_pass = ExpertPass(SortedRows.of(chosen, 0, EXPERTS, all_local=True), tokens, multiply_halves, GradientSink())
     y = run_experts(rows, ExpertWeights(*matrices), None, expert_pass)
     y.sum().backward()
     ours = [y.detach(), *(leaf.grad for leaf in (rows, *matrices))]
@@ -135,7 +142,7 @@ def test_a_rank_with_all_experts_masks_no_products(dtype: torch.dtype) -> None:
         with Masks():
             rows = SortedRows.of(chosen, 0, EXPERTS, all_local)
             matrices = ExpertWeights(gate, up, down)
-            y = run_experts(x, matrices, weights, ExpertPass(rows, TOKENS * CHOICES, multiply_halves))
+            y = run_experts(x, matrices, weights, ExpertPass(rows, TOKENS * CHOICES, multiply_halves, GradientSink()))
             y.backward(torch.ones_like(y))
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and len(results[0]) == 6
