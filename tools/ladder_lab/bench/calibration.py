@@ -8,7 +8,6 @@ number of reduces.
 
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections import Counter
@@ -21,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ladder_lab.bench.variants import Variant, bound_of
+from ladder_lab.cost.divided_experts import Schedule, pass_times
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.link.link import Message, WireTimes
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.specs import Branch, Matrix
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.model.language_model import LanguageModel
@@ -101,6 +102,8 @@ class SubBlockSeconds(NamedTuple):
     """Zero without training."""
     weight_gradient: float = 0.0
     """The part of backward that the input's gradient does not need: the column-parallel weight's gradient."""
+    output_projection: float = 0.0
+    """The time of the row-parallel product, which is also that of each of its two gradients."""
 
 
 @dataclass(frozen=True)
@@ -141,20 +144,25 @@ class Calibration:
         return statistics.mean(self.by_computation[computation].forward for computation in softmax or mixers)
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
-        """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
+        """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire.
+
+        If expert-parallel ranks compute the routed experts, those are the seconds of every all-to-all.
+        """
+        if self.divides_experts:
+            return self._predict_divided(variant, reduce_seconds, wire)
         blocks = []
         config = variant.wiring.of(self.shape, ranks=2)
         sub_blocks = itertools.chain(*config.wired_layers)
         for computation, sub_block in zip(_computations(config), sub_blocks, strict=True):
-            forward, backward, weight_gradient = self.by_computation[computation]
+            seconds = self.by_computation[computation]
             missing = sub_block.missing if variant.tp_overlap else ()
             blocks.append(
                 SubBlockTime(
-                    forward,
+                    seconds.forward,
                     reduce_seconds,
                     missing,
-                    backward - weight_gradient,
-                    weight_gradient,
+                    seconds.backward - seconds.weight_gradient,
+                    seconds.weight_gradient,
                     sub_block.joins_next and variant.tp_overlap,
                     sub_block.shares_input and variant.tp_overlap,
                 )
@@ -165,6 +173,34 @@ class Calibration:
             mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.wiring.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
+
+    def _predict_divided(self, variant: Variant, exchange_seconds: float, wire: WireModel) -> float:
+        config = variant.wiring.of(self.shape, ranks=2)
+        sub_blocks = [tensors.wired for layer in layer_tensors(config, divides_experts=True) for tensors in layer]
+        blocks = []
+        for computation, sub_block in zip(_computations(config, divides_experts=True), sub_blocks, strict=True):
+            seconds = self.by_computation[computation]
+            on_wire = exchange_seconds if sub_block.moves_tokens else 0.0
+            projection = seconds.output_projection
+            blocks.append(
+                SubBlockTime(
+                    seconds.forward,
+                    on_wire,
+                    sub_block.missing if variant.tp_overlap else (),
+                    seconds.backward - seconds.weight_gradient - projection,
+                    seconds.weight_gradient,
+                    sub_block.joins_next,
+                    sub_block.shares_input,
+                    read_seconds=on_wire,
+                    moves_tokens=sub_block.moves_tokens,
+                    output_seconds=projection,
+                    output_wgrad_seconds=projection,
+                )
+            )
+        schedule = Schedule(reads_ahead=variant.tp_overlap, late_weight_gradients=variant.late_weight_gradients)
+        forward, backward = pass_times(blocks, wire, wire.contention, schedule, recompute=False)
+        trains = any(layer.backward for layer in self._layers)
+        return self.head + forward.seconds + (backward.seconds if trains else 0.0)
 
 
 @dataclass(frozen=True)
@@ -181,10 +217,8 @@ class Prediction:
     always_waiting: Mapping[Message, int]
 
     def seconds(self, variant: Variant, times: WireTimes) -> float:
-        """Return the seconds of one pass when collectives take these times on the wire; NaN if it is not modelled."""
+        """Return the seconds of one pass when collectives take these times on the wire."""
         calibration = self.by_bound[bound_of(variant).name]
-        if calibration.divides_experts:
-            return math.nan
         if variant.without_reduces:
             return calibration.pass_seconds
         cost = self.wire.launch_seconds + self.wire.finish_seconds
@@ -229,10 +263,15 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
     return finish
 
 
+def _used_vectors(matrix: Matrix, branch: Branch, ranks: int, width: int) -> int:
+    """Return how many vectors of this width a rank multiplies of a matrix, or of those of a token's experts."""
+    return matrix.weight.local_numel(ranks) // width * branch.experts_per_token // branch.experts
+
+
 def time_backward(
     model: LanguageModel, hidden_states: Tensor, rounds: int, clock: DeviceClock
-) -> dict[Computation, tuple[float, float]]:
-    """Return the median seconds of each computation's backward, and of the gradient of its column-parallel weight.
+) -> dict[Computation, SubBlockSeconds]:
+    """Return the median seconds of each computation's backward and of its products, without those of forward.
 
     `hidden_states` are any values of shape [s, b, h].
     """
@@ -241,22 +280,28 @@ def time_backward(
     computations = _computations(model.config, divides)
     sub_blocks = dict(zip(computations, itertools.chain(*layer_tensors(model.config, divides)), strict=True))
     columns = Counter[Computation]()
+    output_rows = Counter[Computation]()
     for computation, sub_block in sub_blocks.items():
         for branch in sub_block.branches:
             for matrix in branch.inputs.values():
-                numbers = matrix.weight.local_numel(model.group.size) // width
-                columns[computation] += numbers * branch.experts_per_token // branch.experts
+                columns[computation] += _used_vectors(matrix, branch, model.group.size, width)
+            output_rows[computation] += _used_vectors(branch.output, branch, model.group.size, width)
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     rows = hidden_states.flatten(0, 1)
-    backward: dict[Computation, list[float]] = {}
-    weight_gradient: dict[Computation, list[float]] = {}
+    measured: dict[Computation, list[SubBlockSeconds]] = {}
+
+    def time_product(count: int) -> float:
+        # The product of the output's gradient and the input.
+        gradient = rows.new_ones(rows.shape[0], count).t()
+        return clock.time(functools.partial(torch.matmul, gradient, rows))
+
     for computation, step in [*zip(computations, model.stack.sub_blocks(), strict=True)] * rounds:
         (partial, _, _), _ = step.compute(hidden_states.detach().requires_grad_(), context)
-        seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
-        backward.setdefault(computation, []).append(seconds)
-        # The product of the output's gradient and the input.
-        gradient = rows.new_ones(rows.shape[0], columns[computation]).t()
-        seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
-        weight_gradient.setdefault(computation, []).append(seconds)
-    medians = {key: statistics.median(seconds) for key, seconds in backward.items()}
-    return {key: (median, statistics.median(weight_gradient[key])) for key, median in medians.items()}
+        seconds = SubBlockSeconds(
+            0.0,
+            clock.time(functools.partial(partial.backward, torch.ones_like(partial))),
+            time_product(columns[computation]),
+            time_product(output_rows[computation]),
+        )
+        measured.setdefault(computation, []).append(seconds)
+    return {key: SubBlockSeconds(*map(statistics.median, zip(*every, strict=True))) for key, every in measured.items()}

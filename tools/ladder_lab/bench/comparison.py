@@ -19,7 +19,7 @@ from ladder_lab.bench.calibration import (
     time_forward,
 )
 from ladder_lab.bench.interconnect import OWN_REDUCES, make_interconnect
-from ladder_lab.bench.options import OWN, BenchmarkOptions, parse_alpha
+from ladder_lab.bench.options import OWN, TRAINING, BenchmarkOptions, parse_alpha
 from ladder_lab.bench.paired import PairedTimes, measure
 from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
 from ladder_lab.bench.workloads import Workload, build_models
@@ -151,11 +151,13 @@ class WiringComparison:
     def _calibration(
         self, workload: Workload, bound: Variant, seconds: dict[Computation, SubBlockSeconds], times: PairedTimes
     ) -> Calibration:
-        if workload.case == "train":
+        if workload.case in TRAINING:
             shape = (workload.sequence, workload.batch, self.shape.hidden_size)
             hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
             backward = time_backward(self.models[bound.name], hidden, self.options.rounds, self._clock)
-            seconds = {key: SubBlockSeconds(forward.forward, *backward[key]) for key, forward in seconds.items()}
+            seconds = {key: backward[key]._replace(forward=forward.forward) for key, forward in seconds.items()}
+        if workload.case == "forward":
+            seconds = {key: one._replace(backward=0.0, weight_gradient=0.0) for key, one in seconds.items()}
         model = self.models[bound.name]
         return Calibration(
             seconds, times.median(bound.name) / workload.units, model.config, model.stack.divides_experts

@@ -14,6 +14,7 @@ class Variant:
     wiring: NamedWiring
     tp_overlap: bool = True
     mirrored_backward: bool = True
+    late_weight_gradients: bool = True
     without_reduces: bool = False
     """Omit the reduces: wrong results, and a lower bound on the time with any interconnect."""
 

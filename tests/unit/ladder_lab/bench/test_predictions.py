@@ -93,6 +93,41 @@ def test_farskip_joins_sums_and_readings() -> None:
     assert SPLIT.predict(VARIANTS["farskip"], 7.0, SERIAL) == (4 + 8 * 7 + 3 * 1) + (9 + 8 * 7 + 3 * 2)
 
 
+DIVIDED = Calibration(
+    {
+        ATTENTION: SubBlockSeconds(3.0, 6.0, 2.0, 1.0),
+        Computation(SubBlockKind.SHARED_EXPERT): SubBlockSeconds(2.0, 4.0, 1.0, 0.5),
+        Computation(SubBlockKind.ROUTED_EXPERTS): SubBlockSeconds(4.0, 8.0, 3.0, 1.5),
+    },
+    1 + 4 * 27.0,
+    EXPERTS,
+    divides_experts=True,
+)
+
+
+def test_divided_experts_on_a_slow_wire() -> None:
+    """All-to-alls take 7. In a layer of standard, the first half of the shared expert hides 1.5 of the dispatch, and
+    the second half 0.5 of the combine. In one of farskip, a combine, a dispatch and the experts follow each other.
+
+    In backward, the shared expert and the gradients of the weights of both experts take 7.5 and hide the gradient of a
+    dispatch. Computed at once, those of the experts' second product delay its launch.
+    """
+    only_forward = replace(
+        DIVIDED,
+        by_computation={
+            key: one._replace(backward=0.0, weight_gradient=0.0) for key, one in DIVIDED.by_computation.items()
+        },
+        pass_seconds=1 + 4 * 9.0,
+    )
+    standard = 4 * (3 + 7 + 4 + 7)
+    assert only_forward.predict(VARIANTS["standard"], 7.0, SERIAL) == 1 + standard
+    assert only_forward.predict(VARIANTS["farskip"], 7.0, SERIAL) == 1 + (7 + 4) + 3 * (7 + 7 + 4) + 7
+    late = 4 * (7 + 3.5 + 7.5 + 3) + 3
+    assert DIVIDED.predict(VARIANTS["standard"], 7.0, SERIAL) == 1 + standard + late
+    at_once = replace(VARIANTS["standard"], late_weight_gradients=False)
+    assert DIVIDED.predict(at_once, 7.0, SERIAL) == 1 + standard + 4 * (7 + (8 - 3) + 7 + 6)
+
+
 def test_units_of_wires_in_hybrids() -> None:
     assert (HYBRID.sub_block, HYBRID.attention) == ((3 * 9 + 3 + 4 * 5) / 8, 3.0)
     only_delta = replace(HYBRID.shape, linear_attention_layers=(0, 1, 2, 3))
@@ -159,6 +194,6 @@ def test_every_mixer_gets_its_backward_time(hybrid: LanguageModel) -> None:
         ATTENTION_OF_HYBRID: sum([4 * 256, 2 * 256, 2 * 256, 4 * 256]),
     }
     gradients = {computation: 2 * tokens * width * count for computation, count in columns.items()}
-    assert {computation: weight_gradient for computation, (_, weight_gradient) in found.items()} == gradients
+    assert {computation: seconds.weight_gradient for computation, seconds in found.items()} == gradients
     # Two products for each of the forward ones, of inputs and output.
-    assert found[MLP][0] == 2 * 2 * tokens * width * 3 * 1408
+    assert found[MLP].backward == 2 * 2 * tokens * width * 3 * 1408
