@@ -66,9 +66,7 @@ class Workload:
             if self.case == "forward":
                 yield torch.no_grad()(forward)
                 return
-            # The host reads how many tokens arrive.
-            captures = self.cuda_graph and not model.stack.divides_experts
-            with training_pass(model, forward, captures) as train:
+            with training_pass(model, forward, self.cuda_graph) as train:
                 yield train
             return
         captures = self.cuda_graph and not waits_for_choices(model)
