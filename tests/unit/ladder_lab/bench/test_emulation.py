@@ -358,19 +358,20 @@ def test_planted_faults_are_found(checker: Checker, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("operation", "splits", "copies"), [("all_gather", [], 2), ("all_to_all", [[9, 55]] * 2, 1)])
 def test_memory_of_a_message_is_not_reused_before_its_end(
-    checker: Checker, monkeypatch: pytest.MonkeyPatch, keeps: bool
+    checker: Checker, monkeypatch: pytest.MonkeyPatch, operation: str, splits: list[list[int]], copies: int, keeps: bool
 ) -> None:
     if not keeps:
         monkeypatch.setattr(occupied, "_Occupation", lambda end, held, real=occupied._Occupation: real(end, []))
     with checker:
         group = checked_group(2, checker)
         message = torch.ones(64)
-        whole, work = group.start_all_gather(message)
+        whole, work = getattr(group, f"start_{operation}")(message, *splits)
         del message
         other = torch.ones(64)
         work.wait()
-        assert whole.sum() == 2 * other.sum()
+        assert whole.sum() == copies * other.sum()
     assert [one for one in checker.faults if "reuse of memory" not in one] == []
     assert bool(checker.faults) is not keeps
 
