@@ -226,34 +226,55 @@ class Prediction:
         return calibration.predict(variant, times(self.message), self.wire) + waiting
 
 
+class _Span(NamedTuple):
+    """When a sub-block began and ended, and bodies that ran in the middle of it."""
+
+    began: Any
+    ended: Any
+    inside: list[tuple[Any, Any]]
+    captured: bool
+
+    def seconds(self, clock: DeviceClock) -> float:
+        """Return the time of this sub-block alone."""
+        return clock.seconds(self.began, self.ended) - sum(clock.seconds(*span) for span in self.inside)
+
+
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[Computation, SubBlockSeconds]]:
     """Time sub-blocks inside passes until the returned function is called, which gives medians by computation."""
-    # When a sub-block began and ended, and whether it was captured.
-    spans: dict[Computation, list[tuple[Any, Any, bool]]] = {}
+    spans: dict[Computation, list[_Span]] = {}
     handles: list[RemovableHandle] = []
+    running: list[list[tuple[Any, Any]]] = []
+    """For each body that runs, those that have run inside of it."""
 
-    def attach(step: SubBlock, timed: list[tuple[Any, Any, bool]]) -> None:
+    def attach(step: SubBlock, timed: list[_Span]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
             began[0] = clock.mark()
 
+        def enter(*_: object) -> None:
+            running.append([])
+
         def end(*_: object) -> None:
-            timed.append((began[0], clock.mark(), clock.captures()))
+            ended = clock.mark()
+            timed.append(_Span(began[0], ended, running.pop(), clock.captures()))
+            if running:
+                running[-1].append((began[0], ended))
 
         assert isinstance(step.body, nn.Module)
         # A shared reading is part of the first sub-block's time. Tokens that are sent ahead are normed ahead.
         begins_at_body = step.shares_input or model.stack.divides_experts
         begins = step.body.register_forward_pre_hook if begins_at_body else step.norm.register_forward_pre_hook
-        handles.extend([begins(begin), step.body.register_forward_hook(end)])
+        enters = step.body.register_forward_pre_hook
+        handles.extend([begins(begin), enters(enter), step.body.register_forward_hook(end)])
 
     def finish() -> dict[Computation, SubBlockSeconds]:
         for handle in handles:
             handle.remove()
         # If a step was captured, passes are its replays.
-        chosen = {key: [span for span in timed if span[2]] or timed for key, timed in spans.items()}
+        chosen = {key: [span for span in timed if span.captured] or timed for key, timed in spans.items()}
         return {
-            key: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in timed))
+            key: SubBlockSeconds(statistics.median(span.seconds(clock) for span in timed))
             for key, timed in chosen.items()
         }
 

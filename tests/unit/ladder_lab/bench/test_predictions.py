@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ladder_lab.bench.calibration import (
@@ -21,6 +20,7 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import build_models
 from ladder_lab.cost.links import WireModel
+from ladder_lab.link.link import NoCommGroup
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.group import CommGroup
@@ -149,6 +149,14 @@ def hybrid() -> LanguageModel:
 
 
 def test_every_mixer_gets_its_forward_time(hybrid: LanguageModel) -> None:
+    mixers = [9.0, 9.0, 9.0, 3.0]
+    expected = [seconds for mixer in mixers for seconds in (mixer, 5.0)]
+    assert timed_forward(hybrid, expected) == HYBRID.by_computation
+
+
+def timed_forward(model: LanguageModel, expected: list[float]) -> dict[Computation, SubBlockSeconds]:
+    """Return what `time_forward` finds when the bodies take these times, at their ends."""
+
     class Clock(DeviceClock):
         now = 0.0
 
@@ -163,18 +171,26 @@ def test_every_mixer_gets_its_forward_time(hybrid: LanguageModel) -> None:
 
         return advance
 
-    mixers = [9.0, 9.0, 9.0, 3.0]
-    expected = [seconds for mixer in mixers for seconds in (mixer, 5.0)]
-    handles = []
-    for step, seconds in zip(hybrid.stack.sub_blocks(), expected, strict=True):
-        assert isinstance(step.body, nn.Module)
-        handles.append(step.body.register_forward_hook(taking(seconds)))
-    finish = time_forward(hybrid, clock)
+    steps = model.stack.sub_blocks()
+    handles = [step.body.register_forward_hook(taking(seconds)) for step, seconds in zip(steps, expected, strict=True)]
+    finish = time_forward(model, clock)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    hybrid.hidden_states(tokens, hybrid.training_context(tokens))
-    assert finish() == HYBRID.by_computation
+    model.hidden_states(tokens, model.training_context(tokens))
     for handle in handles:
         handle.remove()
+    return finish()
+
+
+@pytest.mark.parametrize("wiring", ["standard", "farskip"])
+def test_experts_that_run_inside_of_another_body_are_not_part_of_its_time(wiring: str) -> None:
+    alone, cpu = CommGroup.alone(), torch.device("cpu")
+    two = NoCommGroup(CommGroup(range(2), 0, None))
+    mesh = replace(ProcessMesh.single(), experts=two)
+    model = build_models([VARIANTS[wiring]], EXPERTS, mesh, two, alone, torch.float32, cpu)[wiring]
+    kinds = [step.wired.kind for step in model.stack.sub_blocks()]
+    seconds = {SubBlockKind.MIXER: 3.0, SubBlockKind.SHARED_EXPERT: 1.0, SubBlockKind.ROUTED_EXPERTS: 4.0}
+    found = timed_forward(model, [seconds[kind] for kind in kinds])
+    assert {computation.kind: each.forward for computation, each in found.items()} == seconds
 
 
 def test_every_mixer_gets_its_backward_time(hybrid: LanguageModel) -> None:
