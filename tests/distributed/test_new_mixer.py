@@ -113,10 +113,9 @@ class MovingAverageHeads(Heads):
         inputs: AverageInputs = context.prepared[self.mixer.name]
         x = projected.unflatten(-1, (len(self.rate), -1))
         rate = torch.sigmoid(self.rate).unsqueeze(1)
-        average = torch.zeros_like(x[0])
-        if context.states is not None:
-            stored = context.states.tensors[self.number]["average"][: x.shape[1]]
-            average = average if context.states.begins else stored.to(x.dtype)
+        average, states = torch.zeros_like(x[0]), context.states
+        if states is not None and not states.begins:
+            average = states.tensors[self.number]["average"][: x.shape[1]].to(x.dtype)
         averages = []
         for position, token in enumerate(x):
             if inputs.begins is not None:
@@ -124,8 +123,10 @@ class MovingAverageHeads(Heads):
             following = rate * average + (1 - rate) * token
             average = following if inputs.is_token is None else following.where(inputs.is_token[position], average)
             averages.append(average)
-        if context.states is not None:
-            stored.copy_(average)
+            if states is not None and states.lengths is None:
+                states.fixed_after(self.number, position)["average"][: x.shape[1]] = average
+        if states is not None and states.lengths is not None:
+            states.tensors[self.number]["average"][: x.shape[1]] = average
         return torch.stack(averages).flatten(2)
 
 
@@ -215,11 +216,11 @@ def test_resumed_training_is_bitwise_the_same_and_export_is_refused(gloo_pools: 
         plan_export(ExportOptions(load=save, hf=tmp_path / "hf"))
 
 
-def generate(config: ModelConfig, ranks: int, chunk: int | None) -> tuple[list[Generation], list[Any]]:
+def generate(config: ModelConfig, ranks: int, chunk: int | None, drafts: int) -> tuple[list[Generation], list[Any]]:
     """On each rank: continue prompts, and score the same continuations without states."""
     mesh = mesh_of(ranks)
     model = new_model(config, mesh)
-    batch = SlotBatch(model, mesh.tensor, None, None, len(PROMPTS), config.max_position_embeddings, chunk)
+    batch = SlotBatch(model, mesh.tensor, None, None, len(PROMPTS), config.max_position_embeddings, chunk, drafts)
     greedy = SamplingParameters(temperature=0.0, logprobs=True)
     # The second time, states hold what was stored the first time.
     for _ in range(2):
@@ -231,11 +232,13 @@ def generate(config: ModelConfig, ranks: int, chunk: int | None) -> tuple[list[G
     return generations, GenerationEngine(model, mesh).score_batch(texts)
 
 
-@pytest.mark.parametrize(("ranks", "chunk"), [(1, None), (1, 1), (1, 2), (2, None), (2, 5)])
-def test_generation_equals_recomputation(gloo_pools: GlooPools, ranks: int, chunk: int | None) -> None:
-    """Prompts of unequal lengths, in parts."""
-    config = small_model(init_method_std=0.3)
-    for generations, scores in gloo_pools(ranks).run(on_rank, generate, config, ranks, chunk):
+@pytest.mark.parametrize(
+    ("ranks", "chunk", "drafts"), [(1, None, 0), (1, 1, 0), (1, 2, 0), (2, None, 0), (2, 5, 0), (1, None, 2), (2, 2, 1)]
+)
+def test_generation_equals_recomputation(gloo_pools: GlooPools, ranks: int, chunk: int | None, drafts: int) -> None:
+    """Prompts of unequal lengths, in parts; with drafts, most of which are wrong."""
+    config = small_model(init_method_std=0.3, num_layers=3, mtp_num_layers=min(drafts, 1))
+    for generations, scores in gloo_pools(ranks).run(on_rank, generate, config, ranks, chunk, drafts):
         for generation, score in zip(generations, scores, strict=True):
             assert score.is_greedy
             assert generation.logprobs == pytest.approx(score.logprobs, rel=1e-9)

@@ -21,6 +21,7 @@ from tests.helpers.runs import errors_of
 from tests.helpers.tokenizer_copies import write_words
 from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
+    ALWAYS,
     MODELS,
     drafting_reference,
     reference_of,
@@ -262,7 +263,7 @@ def test_flags_and_prompts_that_cannot_be_continued(
 def test_drafts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the bytes of the head's states, and of those after each draft."""
     config = tiny_config(**MODELS["delta"], mtp_num_layers=1)
-    weights, _ = drafting_reference(config, 3.0)
+    weights, _ = drafting_reference(config, *ALWAYS)
     argv = ["--model", str(write_checkpoint(tmp_path, config, weights)), "--tokens", "5 9 3", "--temperature", "0"]
     argv += ["--max-new-tokens", "25"]
     (plain,) = lines_of(argv, capsys)

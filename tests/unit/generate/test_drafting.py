@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate.drafting import Drafter
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import Generation, GenerationRequest
-from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
+from megatron_ladder.generate.sampling import GREEDY, Drafts, SamplingParameters
 from megatron_ladder.tokenizers.kinds import ByteTokenizer
 from tests.helpers.pairwise import usual_share
 from tests.reference import ReferenceConfig, Weights, greedy_continuation, reference_logits
@@ -27,8 +28,11 @@ from tests.reference.mtp import greedy_drafts
 from tests.unit.convert.test_mtp_heads import save_with_head
 from tests.unit.generate.test_graph import Graphs, check_equal, noted_reads
 from tests.unit.generate.tiny_model import (
+    ALWAYS,
     MODELS,
+    NEVER,
     PROMPTS,
+    SOMETIMES,
     drafting_reference,
     tiny_config,
     tiny_engine,
@@ -45,20 +49,31 @@ HEADS: dict[str, dict[str, Any]] = {
     "all windows with sinks": ALL_WINDOWS | {"softmax_type": "learnable"},
     "longcat": MODELS["longcat"],
 }
-SOMETIMES, ALWAYS = 0.6, 3.0
-"""Sharpness of models whose drafts are accepted so often."""
 
 
-def drafted_steps(
+def steps_of_drafts(
     weights: Weights, config: ReferenceConfig, prompt: Sequence[int], ids: Sequence[int], draft_tokens: int
-) -> int:
-    """Return the steps in which greedy drafts become `ids`, of which the prompt gives the first."""
-    steps, known = 0, 1
+) -> list[list[int]]:
+    """Return the drafts of each step in which greedy drafts become `ids`, of which the prompt gives the first."""
+    steps, known = list[list[int]](), 1
     while known < len(ids):
-        drafts = greedy_drafts(weights, config, [*prompt, *ids[:known]], draft_tokens)
-        agreed = [draft == token for draft, token in zip(drafts, ids[known:], strict=False)]
+        steps.append(greedy_drafts(weights, config, [*prompt, *ids[:known]], draft_tokens))
+        agreed = [draft == token for draft, token in zip(steps[-1], ids[known:], strict=False)]
         known += 1 + (agreed.index(False) if False in agreed else len(agreed))
-        steps += 1
+    return steps
+
+
+def recorded_drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """List the drafts of each step from here on, for each row."""
+    steps: list[list[list[int]]] = []
+    draft = Drafter.draft
+
+    def recorded(*arguments: Any) -> Drafts:
+        drafts = draft(*arguments)
+        steps.append(drafts.tokens.tolist())
+        return drafts
+
+    monkeypatch.setattr(Drafter, "draft", recorded)
     return steps
 
 
@@ -66,7 +81,7 @@ def drafted_steps(
     ("name", "draft_tokens", "prefill_chunk_size", "captured"),
     usual_share(
         [
-            *((name, 1 + (row + more) % 3, None, False) for row, name in enumerate(HEADS) for more in range(3)),
+            *((name, 1 + (row + more) % 3, None, False) for row, name in enumerate(HEADS) for more in (1, 2, 0)),
             *(
                 (name, 3, chunk, True)
                 for name in ("windows", "delta", "latent-ladder", "all windows")
@@ -76,11 +91,12 @@ def drafted_steps(
         3,
     ),
 )
-def test_greedy_text_and_accepted_drafts_are_those_of_recomputation(
-    name: str, draft_tokens: int, prefill_chunk_size: int | None, captured: bool
+def test_greedy_text_and_drafts_are_those_of_recomputation(
+    name: str, draft_tokens: int, prefill_chunk_size: int | None, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(**HEADS[name], **HEAD)
-    weights, reference = drafting_reference(config, SOMETIMES)
+    weights, reference = drafting_reference(config, *SOMETIMES)
+    drafts = recorded_drafts(monkeypatch)
     engine = tiny_engine(config, weights, draft_tokens)
     engine.prefill_chunk_size = prefill_chunk_size
     engine.new_graph = Graphs() if captured else None
@@ -90,25 +106,29 @@ def test_greedy_text_and_accepted_drafts_are_those_of_recomputation(
         greedy_continuation(weights, reference, request.prompt_ids, request.max_new_tokens) for request in requests
     ]
     assert [list(generation.ids) for generation in found] == expected
-    steps = sum(
-        drafted_steps(weights, reference, prompt, ids, draft_tokens)
-        for prompt, ids in zip(PROMPTS, expected, strict=True)
-    )
+    count = 0
+    for row, (prompt, ids) in enumerate(zip(PROMPTS, expected, strict=True)):
+        steps = steps_of_drafts(weights, reference, prompt, ids, draft_tokens)
+        count += len(steps)
+        # Captured steps run no Python.
+        assert captured or [step[row] for step in drafts[: len(steps)]] == steps
     tokens = sum(map(len, expected)) - len(expected)
-    assert found[0].timings.accepted_length == tokens / steps
-    assert 1.0 < tokens / steps < 0.9 * (draft_tokens + 1)
+    assert found[0].timings.accepted_length == tokens / count
+    assert 1.0 < tokens / count < 0.9 * (draft_tokens + 1)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_accepted_length_of_heads_that_are_always_or_never_right(draft_tokens: int, sign: float) -> None:
+@pytest.mark.parametrize("how_often", [ALWAYS, NEVER], ids=["always", "never"])
+def test_accepted_length_of_heads_that_are_always_or_never_right(
+    draft_tokens: int, how_often: tuple[float, float]
+) -> None:
     config = tiny_config(**MODELS["windows"], **HEAD)
-    weights, reference = drafting_reference(config, ALWAYS, sign)
+    weights, reference = drafting_reference(config, *how_often)
     requests = [GenerationRequest(prompt, 25, GREEDY) for prompt in PROMPTS]
     found = tiny_engine(config, weights, draft_tokens).generate(requests)
     assert [list(one.ids) for one in found] == [greedy_continuation(weights, reference, one, 25) for one in PROMPTS]
     # 24 tokens after the first.
-    assert {one.timings.accepted_length for one in found} == {1.0 + draft_tokens if sign > 0 else 1.0}
+    assert {one.timings.accepted_length for one in found} == {1.0 + draft_tokens if how_often is ALWAYS else 1.0}
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 3])
@@ -117,7 +137,7 @@ def test_captured_drafting_gives_the_same_tokens_with_one_read_for_each_step(
     name: str, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(**MODELS[name], **HEAD)
-    weights, _ = drafting_reference(config, SOMETIMES)
+    weights, _ = drafting_reference(config, *SOMETIMES)
     penalised = SamplingParameters(repetition_penalty=1.3, top_p=0.8, logprobs=True)
     sampling = [GREEDY, SamplingParameters(), penalised, SamplingParameters(top_k=9, logprobs=True)]
     requests = [
@@ -146,7 +166,7 @@ def in_bytes(config: ModelConfig, weights: Weights, draft_tokens: int, **options
 def test_every_end_of_a_text_is_in_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the middle of accepted drafts: stop strings, end-of-text tokens and limits, and logprobs up to there."""
     config = tiny_config(vocab_size=128, max_position_embeddings=48, **HEAD)
-    weights, _ = drafting_reference(config, ALWAYS)
+    weights, _ = drafting_reference(config, *ALWAYS)
     plain, drafting = in_bytes(config, weights, 0), in_bytes(config, weights, 3)
     scored = replace(GREEDY, logprobs=True)
     (whole,) = plain.generate([GenerationRequest((65, 66), 40, scored)])
@@ -165,7 +185,7 @@ def test_every_end_of_a_text_is_in_the_same_place(monkeypatch: pytest.MonkeyPatc
 
 def test_a_penalty_for_seen_tokens_counts_drafts_before_a_token() -> None:
     config = tiny_config(**HEAD)
-    weights, _ = drafting_reference(config, SOMETIMES)
+    weights, _ = drafting_reference(config, *SOMETIMES)
     requests = [GenerationRequest(prompt, 40, replace(GREEDY, repetition_penalty=1.4)) for prompt in PROMPTS]
     found = tiny_engine(config, weights, 3).generate(requests)
     check_equal(found, tiny_engine(config, weights).generate(requests))
@@ -177,7 +197,7 @@ def test_a_penalty_for_seen_tokens_counts_drafts_before_a_token() -> None:
 def test_a_head_with_bad_numbers_is_an_error() -> None:
     config = tiny_config(**HEAD)
     for sampling in (GREEDY, SamplingParameters(repetition_penalty=1.2)):
-        weights, _ = drafting_reference(config, SOMETIMES)
+        weights, _ = drafting_reference(config, *SOMETIMES)
         weights[f"layers.{config.num_layers}.head_norm.weight"][3] = torch.nan
         with pytest.raises(BadNumbersError, match="the logits of prompt 0 "):
             tiny_engine(config, weights, 1).generate([GenerationRequest(prompt, 4, sampling) for prompt in PROMPTS])
@@ -224,7 +244,7 @@ DRAWS = 20_000
 def test_drawn_tokens_have_the_distribution_of_the_model(draft_tokens: int, sampling: SamplingParameters) -> None:
     """The second and third token of a text, which drafts precede: chi-squared of 20,000 texts, at 1e-3."""
     config = tiny_config(vocab_size=6, num_layers=1, **HEAD)
-    weights, reference = drafting_reference(config, 0.4)
+    weights, reference = drafting_reference(config, 0.4, 3.0)
     engine, prompt = tiny_engine(config, weights, draft_tokens), (3, 1)
     expected: Counter[tuple[int, ...]] = Counter()
     for (_, *ids), probability in continuations(weights, reference, prompt, 3, sampling):
@@ -244,7 +264,7 @@ def test_drawn_tokens_have_the_distribution_of_the_model(draft_tokens: int, samp
 
 def test_half_precision_and_packed_weights() -> None:
     config = tiny_config(**MODELS["delta"], **HEAD)
-    weights, _ = drafting_reference(config, ALWAYS)
+    weights, _ = drafting_reference(config, *ALWAYS)
     requests = [GenerationRequest(prompt, 25, GREEDY) for prompt in PROMPTS]
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model(config, weights, packed=True, dtype=dtype)

@@ -109,6 +109,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+SOMETIMES, ALWAYS, NEVER = (1.0, 1.0), (3.0, 3.0), (3.0, -3.0)
+"""Arguments of `drafting_reference` for models whose drafts are accepted so often."""
+
+
 def tiny_config(**changes: Any) -> ModelConfig:
     return small_model(**({"num_layers": 3, "vocab_size": 67, "max_position_embeddings": 96} | changes))
 
@@ -120,12 +124,12 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
 
 
 def drafting_reference(
-    config: ModelConfig, sharpness: float, sign: float = 1.0, dtype: torch.dtype = torch.float32
+    config: ModelConfig, sharpness: float, trust: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], ReferenceConfig]:
     """Return weights of a model with a drafting head, and sizes, for `tests.reference`.
 
-    Every word has a usual next word, which the head knows. The larger the `sharpness`, the more rarely the context
-    makes another one of it, in the model or in the head. With a negative `sign`, the head expects it least.
+    Every word has a usual next word. The larger the `sharpness`, the more rarely the context makes another one of it.
+    The larger the `trust`, the more rarely does it in the head; with a negative one, the head expects that word least.
     """
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, 3, dtype)
@@ -137,7 +141,7 @@ def drafting_reference(
         noise = torch.randn(words.shape, generator=generator, dtype=torch.float64)
         weights["lm_head.weight"][following] = words / words.norm(dim=1, keepdim=True) + 0.1 * noise.to(dtype)
     of_words = weights[f"layers.{config.num_layers}.eh_proj.weight"][:, : config.hidden_size]
-    of_words += sign * 3 * torch.eye(config.hidden_size, dtype=dtype)
+    of_words += trust * torch.eye(config.hidden_size, dtype=dtype)
     return weights, reference
 
 
