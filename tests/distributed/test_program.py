@@ -1,17 +1,22 @@
 """The training program on ranks that are forks of the test process: errors, lost peers, and a teacher."""
 
 import hashlib
+import itertools
+import os
 import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from megatron_ladder import errors
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
 from tests.helpers.patience import patient
@@ -149,6 +154,86 @@ def test_a_killed_rank_is_named(data: list[str], tmp_path: Path) -> None:
     assert "error: rank 0: LostPeerError: rank 1 on " in job.text(0)
     # The step's gradients or its log line: which of them waits is up to the moment.
     assert re.search(r"in group '(data|world)' of ranks 0-1", job.text(0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("call", [0, 1, 2], ids=["counts", "dispatch", "combine"])
+def test_a_rank_that_is_lost_in_an_all_to_all_is_named(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: int
+) -> None:
+    """Rank 1 gets a signal when it would start one of the all-to-alls of a layer, in the fourth step."""
+    start = CommGroup.start_all_to_all
+    exchanges = itertools.count()
+
+    def interrupted(group: CommGroup, rows: Tensor, *splits: Sequence[int]) -> Any:
+        # A layer exchanges numbers of rows, rows and outputs, and then the gradients of both.
+        if group.rank == 1 and next(exchanges) == 3 * 2 * 5 + call:
+            os.kill(os.getpid(), number)
+        return start(group, rows, *splits)
+
+    monkeypatch.setattr(CommGroup, "start_all_to_all", interrupted)
+    flags = [*data, *"--num-experts 4 --expert-model-parallel-size 2 --residual-mode standard".split()]
+    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}", *FOREVER]
+    with started(tmp_path, *[[*MODEL, *flags]] * 2) as job:
+        assert job.wait(SECONDS, ranks=[0])[0] == 4, job.output
+    assert "iteration       3/" in job.text(0) and "iteration       4/" not in job.text(0)
+    assert "error: rank 0: LostPeerError: rank 1 on " in job.text(0)
+    assert re.search(r"all_?to_?all\w* \d+ in group 'experts' of ranks 0-1", job.text(0)), job.text(0)
+
+
+EXCHANGED = "--num-experts 4 --expert-model-parallel-size 2 --train-iters 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-experts 5", "--num-experts 5 is not divisible by --expert-model-parallel-size 2"),
+        ("--expert-model-parallel-size 4", "--expert-model-parallel-size 4 does not divide the --tensor-model-paralle"),
+        ("--tensor-model-parallel-size 2", "--expert-model-parallel-size 2 with --tensor-model-parallel-size 2: each"),
+        ("--residual-mode desync --desync-interval 2", "--num-experts 4 with --residual-mode desync: the ranks read"),
+        ("--lanes 2", "--num-experts 4 with --lanes 2: the ranks read different streams"),
+        ("--zero-stage 2", "--zero-stage 2 with --expert-model-parallel-size 2: DeepSpeed would sum"),
+        ("--zero-stage 3", "--zero-stage 3 with --expert-model-parallel-size 2: DeepSpeed would sum"),
+        ("--offload-optimizer cpu", "--expert-model-parallel-size 2 and --offload-optimizer exclude each other"),
+        ("--moe-expert-capacity 0", "--moe-expert-capacity 0: expected 1 or more"),
+        ("--expert-model-parallel-size 1 --moe-expert-capacity 8", "--moe-expert-capacity 8 requires --expert-model"),
+        ("--cuda-graph", "--cuda-graph true with --expert-model-parallel-size 2: the host reads how many tokens"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_one_error(
+    data: list[str], tmp_path: Path, flags: str, message: str
+) -> None:
+    words = [*data, *EXCHANGED.split(), *flags.split()]
+    for found in refusals(tmp_path, words, words):
+        # One rank has nothing to desynchronise, either.
+        assert len(found) == 1 + ("desync" in flags) and found[-1].startswith(f"error: {message}"), found
+
+
+def test_a_step_that_needs_more_rows_is_repeated(data: list[str], tmp_path: Path) -> None:
+    """A resumed run starts with the given number of rows again. Evaluation is not limited by it."""
+    words = [*MODEL, *data, *f"{EXCHANGED} --split 90,10,0 --eval-iters 2".split()]
+    run(tmp_path, [*words, *f"--save {tmp_path}/whole --save-interval 2".split()], 2)
+    limited = [*words, *f"--moe-expert-capacity 2 --save {tmp_path}/limited".split()]
+    run(tmp_path, [*limited, "--exit-interval", "2"], 2)
+    printed = run(tmp_path, [*limited, "--load", f"{tmp_path}/limited"], 2)
+    repeated = [event for event in read_record(tmp_path / "limited") if event["event"] == "capacity"]
+    assert [event["iteration"] for event in repeated] == [1, 3]
+    for event in repeated:
+        cause = "an expert needed more rows than --moe-expert-capacity allowed, and no token was dropped"
+        assert f"iteration {event['iteration']} was repeated with {event['rows']}: {cause}\n" in printed
+    whole, found = (
+        [(event["iteration"], event["loss"]) for event in read_record(tmp_path / name) if "loss" in event]
+        for name in ("whole", "limited")
+    )
+    assert found == whole and len(whole) == 4
+
+
+def test_a_checkpoint_has_other_experts(data: list[str], tmp_path: Path) -> None:
+    run(tmp_path, [*MODEL, *data, *EXCHANGED.split(), "--save", f"{tmp_path}/saved"], 2)
+    words = [*data, *f"--train-iters 9 --load {tmp_path}/saved --num-experts 8 --expert-model-parallel-size 2".split()]
+    for found in refusals(tmp_path, words, words):
+        assert len(found) == 1, found
+        assert re.search(r"error: --num-experts 8: \S+ was trained with 4: leave the flag out", found[0])
 
 
 def contents(folder: Path) -> dict[str, str]:
