@@ -289,7 +289,7 @@ class _TokenExchange:
     the gradients of the weights.
 
     Without a capacity, the host reads how many rows it sends and receives. With one, every rank sends so many rows of
-    each expert, of which some are padding: zeros, whose results nothing reads.
+    each expert. Some are padding: rows that no expert multiplies, and whose results nothing reads.
 
     Attributes:
         counts: how many rows of each expert this rank sends, without padding and limit, [ranks, local experts].
@@ -314,9 +314,8 @@ class _TokenExchange:
         self.counts = self._rows.counts.view(group.size, -1)
         each = [1] * group.size
         self._arriving = InFlight(*group.start_all_to_all(self.counts, each, each))
-        self._padding: Tensor | None = None
         if capacity is not None:
-            self._rows, self._padding = self._rows.padded(capacity)
+            self._rows = self._rows.padded(capacity)
 
     @functools.cached_property
     def _received_counts(self) -> Tensor:
@@ -350,8 +349,6 @@ class _TokenExchange:
         rows = tokens[self._rows.tokens]
         if weights.shape[-1]:
             rows = torch.cat([rows, self._rows.sort(weights).unsqueeze(-1)], dim=-1)
-        if self._padding is not None:
-            rows.masked_fill_(self._padding.unsqueeze(-1), 0)
         return start_exchange(rows, sent, received, self._group)
 
     def start_write(self, partial: Tensor) -> InFlight:

@@ -278,20 +278,19 @@ class SortedRows(NamedTuple):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return SortedRows(order, offsets, back, chosen.shape, all_local)
 
-    def padded(self, capacity: int) -> tuple["SortedRows", Tensor]:
-        """Return the order with `capacity` rows for each expert, and which of them are padding, [E capacity].
+    def padded(self, capacity: int) -> "SortedRows":
+        """Return the order with `capacity` rows for each expert.
 
         Padding has the index of any choice. Choices beyond the capacity of their expert have its last row.
         """
         starts = self.offsets - self.counts
         places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
-        is_padding = places >= self.offsets.unsqueeze(1)
         order = self.order[places.clamp(max=len(self.order) - 1)]
         experts = self.experts
         place_of_expert = torch.arange(len(self.order), device=starts.device) - starts[experts]
         rows = experts * capacity + place_of_expert.clamp(max=capacity - 1)
         offsets = torch.arange(1, len(starts) + 1, dtype=torch.int32, device=starts.device) * capacity
-        return self._replace(order=order.flatten(), offsets=offsets, back=rows[self.back]), is_padding.flatten()
+        return self._replace(order=order.flatten(), offsets=offsets, back=rows[self.back])
 
     def after(self, count: int) -> "SortedRows":
         """Return the order without the first `count` sorted rows; only for products."""

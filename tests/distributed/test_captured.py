@@ -427,13 +427,16 @@ def outgrown(argv: list[str], batches: list[list[Batch]]) -> tuple[list[int | No
     return capacities, captured, (history, weight_pieces(trainer))
 
 
-def test_a_captured_step_that_needs_more_rows_is_repeated_without_graphs(gloo_pools: GlooPools) -> None:
+@pytest.mark.parametrize(("rows", "repeated_with"), [(23, 24 + 3), (24, None)])
+def test_a_captured_step_that_needs_more_rows_is_repeated_without_graphs(
+    gloo_pools: GlooPools, rows: int, repeated_with: int | None
+) -> None:
     """In the third of five steps all tokens are equal, so that all choose the same experts."""
     words = f"{EXPERTS} {MOVED} 2 --residual-mode farskip --global-batch-size 8"
     batches = steps_of_batches(5, 4)
     batches[2] = [(torch.ones_like(tokens), torch.ones_like(labels), mask) for tokens, labels, mask in batches[2]]
-    found = gloo_pools(2).run(outgrown, [*RECIPE, *words.split(), ROWS, "23"], batches)
+    found = gloo_pools(2).run(outgrown, [*RECIPE, *words.split(), ROWS, str(rows)], batches)
     for capacities, captured, _ in found:
-        assert capacities == [None, None, 24 + 3, None, None]
-        assert captured == [False, True, False, True, True]
+        assert capacities == [None, None, repeated_with, None, None]
+        assert captured == [False, True, repeated_with is None, True, True]
     check_same([outcome for *_, outcome in found], gloo_pools(2).run(train, [*RECIPE, *words.split()], None, batches))

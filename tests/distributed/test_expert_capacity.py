@@ -1,16 +1,24 @@
 """A fixed number of rows for each expert: padding changes nothing, and a step that needs more rows is repeated."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.build import _captures
+from megatron_ladder.model import experts
+from megatron_ladder.model.experts import waits_for_choices
+from megatron_ladder.model.language_model import Distillation, LanguageModel
+from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import Pieces
+from tests.helpers.sharded import Pieces, small_model
 from tests.helpers.steps import RECIPE, Batch, check_same, launch_of, steps_of_batches
-from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
+from tests.helpers.training import build_trainer_here, own_batches, run_of, weight_pieces
 
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layers 1-2 --moe-aux-loss-coeff 0.05 "
@@ -73,6 +81,23 @@ def test_steps_equal_those_without_a_capacity_bitwise(gloo_pools: GlooPools, lay
         else:
             assert first is not None and 1 < first <= MOST_ROWS * 9 / 8
             assert all(before is None or before > first for before in others)
+
+
+def test_only_a_capacity_spares_the_host_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the passes of a teacher, which have none."""
+    monkeypatch.setattr(experts, "reads_on_host", lambda weight: False)
+    mesh = replace(ProcessMesh.single(), experts=CommGroup(range(2), 0, None))
+    config = small_model(num_experts=4, moe_ffn_hidden_size=8, moe_layers=(1,))
+    device = torch.device("meta")
+    waits, limited, whole = (
+        LanguageModel(config, on, device=device, experts=ExpertOptions(capacity=rows))
+        for on, rows in ((mesh, None), (mesh, 8), (ProcessMesh.single(), None))
+    )
+    assert [*map(waits_for_choices, (waits, limited, whole))] == [True, False, False]
+    run = run_of(f"{' '.join(RECIPE)} {EXPERTS} 2 {CAPACITY} 8".split(), 2)
+    for teacher, captures in ((None, True), (waits, False), (whole, True)):
+        limited.distillation = None if teacher is None else Distillation(teacher, 0.5, 1.0)
+        assert _captures(run, limited, torch.device("cuda")) is captures
 
 
 def bad_step(argv: list[str], batch: list[Batch]) -> tuple[Finding | None, int | None, int | None]:

@@ -38,6 +38,7 @@ from tests.distributed.test_correctness import (
     late,
     micro_batches,
 )
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pairwise import pairwise, usual_share
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue, RecordingGroup
@@ -442,6 +443,58 @@ def sent_tokens(config: ModelConfig) -> int:
 def test_backward_keeps_the_rows_that_arrive_and_not_those_sent(gloo_pools: GlooPools) -> None:
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     assert gloo_pools(2).run(sent_tokens, config) == [0, 0]
+
+
+class Kept(NamedTuple):
+    """What is alive on a rank after a forward pass."""
+
+    bytes: int
+    rows: int
+    """Rows that have arrived in all layers, without padding."""
+
+
+def kept_by_forward(config: ModelConfig, popular: tuple[int, ...], capacity: int | None) -> Kept:
+    """Run a forward pass of 64 tokens on each rank, all of which choose among the popular experts."""
+    mesh = expert_mesh(1, 2, head_replicas(config, 1))
+    model = LanguageModel(config, mesh, StackOptions(), seed=1, experts=ExpertOptions(capacity=capacity))
+    for router in model.routers:
+        assert router.expert_bias is not None
+        router.expert_bias[list(popular)] = 100.0
+    tokens = torch.arange(64).view(2, 32)
+    state = torch.randn(1, 32, 2, config.hidden_size, generator=torch.Generator().manual_seed(mesh.data.rank))
+    context = model.training_context(tokens)._replace(counts=True)
+    with LiveBytes() as memory:
+        _output, stats = model.stack(state.requires_grad_(), context)
+        gc.collect()
+    loads = mesh.data.all_reduce(torch.stack([*stats.loads.values()]))
+    return Kept(memory.live, int(loads.chunk(2, dim=1)[mesh.experts.rank].sum()))
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_memory_follows_from_the_rows_that_arrive(gloo_pools: GlooPools, wiring: str) -> None:
+    """A row keeps its input, its weight, and its products with gate and up, whichever rank it comes from."""
+    config = small_model(
+        **{**ROUTED, "moe_ffn_hidden_size": 64},
+        hidden_size=128,
+        num_layers=2,
+        residual_mode=wiring,
+        ladder_layers=(0, 1) if wiring == "ladder" else (),
+        moe_router_enable_expert_bias=True,
+    )
+    bytes_of_row = 4 * (128 + 1 + 2 * 64)
+    everywhere, first, last = (0, 1, 2, 3), (0, 1), (2, 3)
+    balanced = gloo_pools(2).run(kept_by_forward, config, everywhere, None)
+    assert sum(kept.rows for kept in balanced) == 2 * 2 * 64 * 2 and all(kept.rows > 0 for kept in balanced)
+    for popular, empty in ((first, 1), (last, 0)):
+        uneven = gloo_pools(2).run(kept_by_forward, config, popular, None)
+        assert uneven[empty].rows == 0
+        for more, less in zip(uneven, balanced, strict=True):
+            assert more.bytes - less.bytes == pytest.approx((more.rows - less.rows) * bytes_of_row, rel=0.05)
+    for popular in (everywhere, first):
+        # Two layers receive 64 rows for each of two experts from each of two ranks.
+        padded = gloo_pools(2).run(kept_by_forward, config, popular, 64)
+        for more, less in zip(padded, balanced, strict=True):
+            assert more.bytes - less.bytes == pytest.approx((2 * 2 * 2 * 64 - less.rows) * bytes_of_row, rel=0.05)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 4), Layout(4, 2, 4)], ids=["ep2", "ep4", "ep4-tp2"])
