@@ -143,6 +143,7 @@ def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, la
 
 
 EXCHANGED = "--expert-model-parallel-size"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,10 @@ EXCHANGED = "--expert-model-parallel-size"
             "--recompute-granularity full",
         ),
         ("2x2x1", f"{GLM} {EXCHANGED} 2 --zero-stage 1 --sequence-parallel --residual-mode ladder"),
+        ("1x2x2", f"{GLM} {EXCHANGED} 2 --residual-mode farskip --num-layers 4 {VIRTUAL} 1"),
+        ("1x3x2", f"{QWEN} {EXCHANGED} 2 --residual-mode ladder --residual-staleness 2 --num-layers 4"),
+        slow("2x3x1", f"{QWEN} {EXCHANGED} 2 --sequence-parallel --residual-mode farskip --num-layers 4"),
+        slow("1x2x4", f"{GLM} {EXCHANGED} 4 --residual-mode ladder --no-tp-overlap"),
     ],
 )
 def test_experts_over_data_parallel_ranks_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
