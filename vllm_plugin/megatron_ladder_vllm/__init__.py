@@ -13,7 +13,7 @@ _log = logging.getLogger("vllm.plugins.megatron_ladder")
 
 
 def register() -> None:
-    """Register the configuration with transformers and the model with vLLM; repeated calls have no effect.
+    """Register the configuration with transformers and the models with vLLM; repeated calls have no effect.
 
     With another version of vLLM nothing is registered, so vLLM serves other models as usual and rejects a
     `megatron_ladder` directory.
@@ -35,7 +35,14 @@ def register() -> None:
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.deployment import HYBRID, DeploymentRules, ModelSizes
+    from megatron_ladder_vllm.deployment import (
+        DRAFTING_HEAD,
+        DRAFTING_HEAD_TYPE,
+        HYBRID,
+        DeploymentRules,
+        ModelSizes,
+        enable_drafting_heads,
+    )
 
     # transformers prefers a registered class to the code in the model's directory, so that code is never run.
     AutoConfig.register(MegatronLadderConfig.model_type, MegatronLadderConfig, exist_ok=True)
@@ -43,4 +50,7 @@ def register() -> None:
         # By name: importing the module would initialise CUDA before vLLM forks.
         ModelRegistry.register_model(architecture, f"megatron_ladder_vllm.model:{architecture}")
         MODELS_CONFIG_MAP[architecture] = DeploymentRules
-    MODEL_ARCH_CONFIG_CONVERTORS[MegatronLadderConfig.model_type] = ModelSizes
+    ModelRegistry.register_model(DRAFTING_HEAD, f"megatron_ladder_vllm.drafting:{DRAFTING_HEAD}")
+    for model_type in (MegatronLadderConfig.model_type, DRAFTING_HEAD_TYPE):
+        MODEL_ARCH_CONFIG_CONVERTORS[model_type] = ModelSizes
+    enable_drafting_heads()

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from vllm import envs
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -19,7 +20,10 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-_WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
+
+_WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp")
+"""Methods of speculative decoding without a model, or with one whose all-reduces run as the model's."""
 _GPT_OSS_ACTIVATION = (True, 7.0, 1.0)
 _READ_INNER_STATES = ("eagle3", "dflash", "dspark", "extract_hidden_states")
 """Methods of speculative decoding that read the residual stream between layers, where outputs are missing."""
@@ -27,6 +31,63 @@ GATED_DELTA_DTYPES_ON_CPU = (torch.bfloat16,)
 """Types for which vLLM has kernels of gated DeltaNet on a CPU."""
 HYBRID = "MegatronLadderHybridForCausalLM"
 """The class of models with gated DeltaNet; vLLM asks a class, not a model, whether it has states."""
+DRAFTING_HEAD = "MegatronLadderMTPModel"
+"""The class of drafting heads."""
+DRAFTING_HEAD_TYPE = "mtp"
+"""The `model_type` of a drafting head's configuration. vLLM infers the method mtp from it, and no model has it."""
+_override_config = SpeculativeConfig.hf_config_override
+_complete = SpeculativeConfig.__post_init__
+"""vLLM's own functions, which `enable_drafting_heads` replaces."""
+
+
+def enable_drafting_heads() -> None:
+    """Let vLLM's method mtp find the drafting heads of our models. vLLM chooses the class by a list of types."""
+    SpeculativeConfig.hf_config_override = staticmethod(_configure_drafting_head)
+    SpeculativeConfig.__post_init__ = _complete_with_head
+
+
+def _configure_drafting_head(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a model's drafting head, given that of the model; other models as vLLM does.
+
+    A head has one standard layer: with experts if the model has them, with a window if all layers of the model have it.
+    """
+    if config.model_type != MegatronLadderConfig.model_type or not _has_drafting_head(config):
+        return _override_config(config)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    wiring = {"residual_mode": "standard", "residual_staleness": 1, "ladder_layers": [], "lanes": 0}
+    config.update(
+        {
+            "model_type": DRAFTING_HEAD_TYPE,
+            "architectures": [DRAFTING_HEAD],
+            "n_predict": 1,
+            "num_hidden_layers": 1,
+            "layer_types": ["sliding_attention" if kinds == {"sliding_attention"} else "full_attention"],
+            "expert_layers": [0] if config.expert_layers else [],
+            **wiring,
+        }
+    )
+    return config
+
+
+def _complete_with_head(speculative: SpeculativeConfig) -> None:
+    """Complete the configuration as vLLM does, which would only say that a method is unknown.
+
+    Raises:
+        ValueError: the model has no drafting head.
+    """
+    target = speculative.target_model_config
+    is_ours = target is not None and target.hf_config.model_type == MegatronLadderConfig.model_type
+    needs_head = (speculative.method or "").endswith("mtp") and speculative.model is None
+    if is_ours and needs_head and not _has_drafting_head(target.hf_config):
+        raise ValueError(
+            "--speculative-config method mtp: the model has no drafting head (mtp_num_hidden_layers in config.json); "
+            "export it without --drop-mtp, or use ngram, suffix, eagle or draft_model"
+        )
+    _complete(speculative)
+
+
+def _has_drafting_head(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "mtp_num_hidden_layers", 0))
 
 
 class ModelSizes(ModelArchConfigConvertorBase):
@@ -60,7 +121,8 @@ class DeploymentRules(VerifyAndUpdateConfig):
         Raises:
             ValueError: the ranks or features that the model cannot run with, one line each.
         """
-        conflicts = [*_conflicts_of_ranks(vllm_config), *_conflicts_of_features(vllm_config)]
+        rules = (_conflicts_of_ranks, _conflicts_of_features, _conflicts_of_drafts)
+        conflicts = [conflict for conflicts_of in rules for conflict in conflicts_of(vllm_config)]
         if conflicts:
             raise ValueError("\n".join(conflicts))
         config, cache = vllm_config.model_config.hf_config, vllm_config.cache_config
@@ -76,6 +138,9 @@ class DeploymentRules(VerifyAndUpdateConfig):
         if compilation.cudagraph_mode is None and vllm_config.optimization_level != OptimizationLevel.O0:
             captures_prompts = _attends_with_flash_attention_3(vllm_config)
             compilation.cudagraph_mode = CUDAGraphMode.FULL if captures_prompts else CUDAGraphMode.FULL_DECODE_ONLY
+        if vllm_config.speculative_config is not None:
+            # Otherwise, vLLM would run drafts as parts of a piecewise graph, although there is none.
+            vllm_config.speculative_config.enforce_eager = True
 
 
 def check_attention(vllm_config: VllmConfig, attention: Any) -> None:
@@ -135,7 +200,6 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
     lora = vllm_config.lora_config
     transfer = vllm_config.kv_transfer_config
     compilation = vllm_config.compilation_config
-    speculative = vllm_config.speculative_config
     overlap = getattr(config, "overlap_all_reduces", True)
     if not isinstance(overlap, bool):
         yield f"--hf-overrides overlap_all_reduces {overlap!r}: expected true or false"
@@ -148,11 +212,6 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
     dtype = vllm_config.model_config.dtype
     if config.has_linear_attention and current_platform.is_cpu() and dtype not in GATED_DELTA_DTYPES_ON_CPU:
         yield f"--dtype {dtype}: on a CPU, vLLM computes gated DeltaNet in bfloat16 only; use --dtype bfloat16"
-    if speculative is not None and speculative.method in _READ_INNER_STATES:
-        yield (
-            f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
-            "in flight; use ngram, suffix, eagle or draft_model"
-        )
     activation = (config.quick_geglu, config.swiglu_limit, config.glu_linear_offset)
     if config.num_experts and not config.has_swiglu and activation != _GPT_OSS_ACTIVATION:
         yield (
@@ -164,9 +223,6 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
     positions = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
     if rope.get("rope_type") == "yarn" and length > positions:
         yield f"--max-model-len {length}: vLLM's table for YaRN has {positions} positions; use at most as many"
-    drafts = speculative is not None and speculative.method not in _WITHOUT_DRAFT_MODEL
-    if drafts and envs.VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC:
-        yield "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1: it serves one stream, and a draft model has another; unset it"
     if config.num_experts and envs.VLLM_FLOAT32_MATMUL_PRECISION != "highest":
         yield (
             f"VLLM_FLOAT32_MATMUL_PRECISION={envs.VLLM_FLOAT32_MATMUL_PRECISION}: the router would choose other "
@@ -187,6 +243,31 @@ def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
                 f"--kv-transfer-config {transfer.kv_connector}: it moves the cache layer by layer, which requires "
                 "piecewise CUDA graphs; choose whole steps, such as use_layerwise false, or pass --enforce-eager"
             )
+
+
+def _conflicts_of_drafts(vllm_config: VllmConfig) -> Iterator[str]:
+    config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method in _READ_INNER_STATES:
+        yield (
+            f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
+            "in flight; use mtp, ngram, suffix, eagle or draft_model"
+        )
+    model = vllm_config.model_config
+    if speculative.method == "mtp" and speculative.model not in (model.model, model.model_weights):
+        yield (
+            f"--speculative-config model {speculative.model}: a drafting head drafts for its own model only; omit "
+            "model, or export a draft model with --drop-mtp"
+        )
+    caches_prefixes = vllm_config.cache_config.enable_prefix_caching
+    if config.has_linear_attention and current_platform.is_cpu() and caches_prefixes:
+        yield (
+            "--speculative-config with --enable-prefix-caching: on a CPU, vLLM has no kernel that copies the states of "
+            "gated DeltaNet for both; use --no-enable-prefix-caching"
+        )
+    if speculative.method not in _WITHOUT_DRAFT_MODEL and envs.VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC:
+        yield "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1: it serves one stream, and a draft model has another; unset it"
 
 
 def _attends_with_flash_attention_3(vllm_config: VllmConfig) -> bool:

@@ -58,9 +58,9 @@ def asynchronous(group: GroupCoordinator) -> Transport:
 def on_side_stream(group: GroupCoordinator) -> Transport:
     """Return vLLM's own all-reduce of a GPU (FlashInfer, custom, symmetric memory or NCCL), on one side stream.
 
-    All of the model's all-reduces run there. Those of a draft model use the same communicators on the main stream. They
-    are ordered against them because each launch waits for the main stream, and the model waits for all launches before
-    its head.
+    All all-reduces of the model and of its drafting head run there. Those of a draft model use the same communicators
+    on the main stream. They are ordered against them because each launch waits for the main stream, and the model waits
+    for all launches before its head.
     """
     # A product of the main stream fills every multiprocessor; reduces get the next free ones.
     stream = torch.cuda.Stream(priority=-1)
@@ -148,6 +148,11 @@ class AllReduces:
 
 _by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDictionary()
 """Operations of a graph receive the name of a group, not the object. An entry disappears with its model."""
+
+
+def all_reduces_of(group: GroupCoordinator) -> AllReduces | None:
+    """Return the all-reduces of the model that this group computes, for its drafting head; None for a single rank."""
+    return _by_group[group.unique_name] if group.world_size > 1 else None
 
 
 def _start(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:

@@ -182,9 +182,10 @@ def read_stream(
 class LadderDecoderLayer(nn.Module):
     """One layer."""
 
-    def __init__(self, vllm_config: VllmConfig, sub_blocks: tuple[WiredSubBlock, ...], prefix: str) -> None:
+    def __init__(
+        self, config: MegatronLadderConfig, vllm_config: VllmConfig, sub_blocks: tuple[WiredSubBlock, ...], prefix: str
+    ) -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
         self.sub_blocks = sub_blocks
         self.reads_own_parts = config.lanes > 0
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
@@ -289,10 +290,13 @@ class MegatronLadderModel(nn.Module):
         wired = config.wired_layers()
         self.start_layer, self.end_layer, self.layers = make_layers(
             len(wired),
-            lambda prefix: LadderDecoderLayer(vllm_config, wired[int(prefix.rsplit(".", 1)[1])], prefix),
+            lambda prefix: LadderDecoderLayer(config, vllm_config, wired[int(prefix.rsplit(".", 1)[1])], prefix),
             prefix=f"{prefix}.layers",
         )
         self.norm = new_norm(config, config.hidden_size) if stages.is_last_rank else PPMissingLayer()
+        speculative = vllm_config.speculative_config
+        drafts = speculative is not None and speculative.method == "mtp"
+        self.is_normed_by_head = drafts and getattr(config, "mtp_before_final_norm", False)
         # Pending outputs cross between stages as sums: vLLM sends one slice of each tensor from each tensor-parallel
         # rank and joins the slices in the next stage.
         self.received, self.sent = (
@@ -314,7 +318,10 @@ class MegatronLadderModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """Ids [tokens] or the previous stage's tensors -> normed states [tokens, hidden_size] or this stage's."""
+        """Ids [tokens] or the previous stage's tensors -> normed states [tokens, hidden_size] or this stage's.
+
+        For a drafting head that reads the stream before the final norm, the states are not normed.
+        """
         if intermediate_tensors is None:
             stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             pending = PendingOutputs(self.all_reduces)
@@ -325,7 +332,8 @@ class MegatronLadderModel(nn.Module):
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             stream = layer(positions, stream, pending)
         if get_pp_group().is_last_rank:
-            return read_stream(self.norm, stream, pending, ())[0]
+            normed, stream = read_stream(self.norm, stream, pending, ())
+            return stream if self.is_normed_by_head else normed
         for number in pending.arriving(self.sent):
             stream = stream + pending.pop(number)
         sent = zip(self.sent.values(), pending.arriving(()), strict=True)
@@ -333,16 +341,21 @@ class MegatronLadderModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load tensors with the names of a Hugging Face directory; return the parameters that were loaded."""
-        stacked = dict(self.hf_to_vllm_mapper.orig_to_new_stacked)
-        if self.config.kv_lora_rank:
-            del stacked[".q_proj"]
-            names = LATENT_PROJECTIONS if self.config.q_lora_rank else LATENT_PROJECTIONS[1:]
-            stacked |= {f".{name}": (".fused_qkv_a_proj", index) for index, name in enumerate(names)}
-        loaded = AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
-        for module in self.modules():
-            if isinstance(module, RoutedExperts):
-                arrange_experts(self.config, module)
-        return loaded
+        return load_layers(self, self.config, weights)
+
+
+def load_layers(model: nn.Module, config: MegatronLadderConfig, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Load the tensors of a model with layers, under their names in it; return the parameters that were loaded."""
+    stacked = dict(MegatronLadderModel.hf_to_vllm_mapper.orig_to_new_stacked)
+    if config.kv_lora_rank:
+        del stacked[".q_proj"]
+        names = LATENT_PROJECTIONS if config.q_lora_rank else LATENT_PROJECTIONS[1:]
+        stacked |= {f".{name}": (".fused_qkv_a_proj", index) for index, name in enumerate(names)}
+    loaded: set[str] = AutoWeightsLoader(model).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            arrange_experts(config, module)
+    return loaded
 
 
 class MegatronLadderForCausalLM(LlamaForCausalLM):
@@ -359,8 +372,21 @@ class MegatronLadderForCausalLM(LlamaForCausalLM):
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", **_: Any) -> MegatronLadderModel:
         return MegatronLadderModel(vllm_config=vllm_config, prefix=prefix)
 
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the logits [tokens, vocabulary] of states, on the ranks that sample."""
+        logits: Tensor | None = super().compute_logits(self._normed(hidden_states))
+        return logits
+
+    def compute_logits_local(self, hidden_states: Tensor) -> Tensor:
+        """Return this rank's logits [tokens, part of the vocabulary] of states."""
+        logits: Tensor = super().compute_logits_local(self._normed(hidden_states))
+        return logits
+
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        return self.model.norm(hidden_states) if self.model.is_normed_by_head else hidden_states
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all tensors but those of a drafting head, which is not used."""
+        """Load all tensors but those of a drafting head, which is a model of its own in vLLM."""
         loaded: set[str] = super().load_weights((name, weight) for name, weight in weights if name[:4] != "mtp.")
         return loaded
 

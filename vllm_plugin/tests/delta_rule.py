@@ -42,6 +42,22 @@ def compute(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: 
     if steps is None:
         return
     step = steps[layer.prefix]
+    drafting = [] if step.spec_sequence_masks is None else step.spec_token_indx.tolist()
+    others = [token for token in range(step.num_actual_tokens) if token not in set(drafting)]
+    if drafting:
+        found = torch.empty_like(core_attn_out[: len(drafting)])
+        _verify(layer, step, mixed_qkv[drafting], b[drafting], a[drafting], found)
+        core_attn_out[drafting] = found
+    if others:
+        found = torch.empty_like(core_attn_out[: len(others)])
+        _extend(layer, step, mixed_qkv[others], b[others], a[others], found)
+        core_attn_out[others] = found
+    for consumed in (a, b):
+        consumed.fill_(torch.nan)
+
+
+def _extend(layer: Any, step: Any, qkv: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
+    """Write the outputs and states of sequences without drafts."""
     count = step.num_decodes + step.num_prefills
     bounds = step.non_spec_query_start_loc[: count + 1].tolist()
     slots = step.non_spec_state_indices_tensor[:count].tolist()
@@ -52,16 +68,41 @@ def compute(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: 
             for state in states:
                 state.zero_()
         tokens = slice(start, stop)
-        _continue(layer, *states, mixed_qkv[tokens], b[tokens], a[tokens], core_attn_out[tokens])
-    for consumed in (a, b):
-        consumed.fill_(torch.nan)
+        inputs, memory = states[0][: layer.conv1d.weight.shape[-1] - 1], states[1]
+        seen = torch.cat([inputs, qkv[tokens]])
+        memories = _continue(layer, seen, memory, b[tokens], a[tokens], outputs[tokens])
+        inputs.copy_(seen[stop - start :])
+        memory.copy_(memories[-1])
 
 
-def _continue(layer: Any, inputs: Tensor, memory: Tensor, qkv: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Write the outputs of a sequence, and its states: inputs [kernel - 1, channels], memory [heads, d_v, d_k]."""
+def _verify(layer: Any, step: Any, qkv: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
+    """Write the outputs of sequences with drafts, and a state after each token, of which the next step takes one.
+
+    A memory has a slot for each token. The inputs of convolutions are all in the first slot, one token after another.
+    """
+    bounds = step.spec_query_start_loc.tolist()
+    before = layer.conv1d.weight.shape[-1] - 1
+    for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            continue
+        slots = step.spec_state_indices_tensor[row].tolist()
+        last = int(step.num_accepted_tokens[row]) - 1
+        tokens = slice(start, stop)
+        inputs = layer.kv_cache[0][slots[0]]
+        seen = torch.cat([inputs[last : last + before], qkv[tokens]])
+        memory = layer.kv_cache[1][slots[last]]
+        memories = _continue(layer, seen, memory, b[tokens], a[tokens], outputs[tokens])
+        inputs[: len(seen) - 1] = seen[1:]
+        for slot, after in zip(slots, memories, strict=False):
+            layer.kv_cache[1][slot] = after
+
+
+def _continue(layer: Any, seen: Tensor, memory: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> list[Tensor]:
+    """Write the outputs of a sequence, and return its memory [heads, d_v, d_k] after each token.
+
+    `seen` [tokens, channels] begins with the inputs of the convolution that precede those of the tokens.
+    """
     filters = layer.conv1d.weight.squeeze(1)
-    seen = torch.cat([inputs, qkv])
-    inputs.copy_(seen[len(qkv) :])
     windows = seen.unfold(0, filters.shape[1], 1)
     widths = [width // layer.tp_size for width in (layer.key_dim, layer.key_dim, layer.value_dim)]
     parts = F.silu((windows * filters).sum(-1)).split(widths, dim=-1)
@@ -71,8 +112,11 @@ def _continue(layer: Any, inputs: Tensor, memory: Tensor, qkv: Tensor, b: Tensor
     v = parts[2].unflatten(-1, (-1, layer.head_v_dim))
     decays = torch.exp(-layer.A_log.exp() * F.softplus(a + layer.dt_bias))
     strengths = b.sigmoid()
-    for token in range(len(qkv)):
-        memory.mul_(decays[token, :, None, None])
+    memories: list[Tensor] = []
+    for token in range(len(b)):
+        memory = memory * decays[token, :, None, None]
         correction = strengths[token, :, None] * (v[token] - (memory * k[token].unsqueeze(1)).sum(-1))
-        memory.add_(correction.unsqueeze(2) * k[token].unsqueeze(1))
+        memory = memory + correction.unsqueeze(2) * k[token].unsqueeze(1)
+        memories.append(memory)
         outputs[token] = (memory * q[token].unsqueeze(1)).sum(-1) * layer.head_k_dim**-0.5
+    return memories

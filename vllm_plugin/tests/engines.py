@@ -106,6 +106,31 @@ def tokens(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]
     return first + second, cached
 
 
+def drafted(folder: Path, count: int, options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Continue each prompt alone with drafts of `count` tokens; return the tokens, and the drafts of each prompt."""
+    speculation = {"method": "mtp", "num_speculative_tokens": count}
+    llm = build(folder, **options, speculative_config=speculation)
+    drafts: list[list[int]] = []
+
+    def record(worker: Any) -> None:
+        drafter = worker.model_runner.drafter
+        propose = drafter.propose
+
+        def proposed(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            found: torch.Tensor = propose(*arguments, **keywords)
+            drafts[-1].extend(found.flatten().tolist())
+            return found
+
+        drafter.propose = proposed
+
+    llm.collective_rpc(record)
+    tokens = []
+    for prompt in make_prompts():
+        drafts.append([])
+        tokens += continued(llm, [prompt])[0]
+    return tokens, drafts
+
+
 def tokens_from_latents(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]:
     """Continue all prompts with a cache of latents, as on GPUs; return `continued`'s results."""
     with patch.object(ModelSizes, "is_deepseek_mla", lambda sizes: True):

@@ -188,6 +188,16 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "sinks-longcat": EXPERTS["experts-longcat"] | _WINDOWS | _SINKS,
 }
 """Sliding windows, which prompts and answers exceed several times, and sinks."""
+HEADS = ("standard", "ladder", "soft-cap", "tied-head", "zero-centered", "experts-standard", "experts-farskip")
+HEADS += ("latent-farskip", "windows-everywhere", "experts-longcat", "lanes", "delta-ladder", "delta-farskip")
+"""Models that are also written with a drafting head, as `head-MODEL`."""
+HEADS_OF_VLLM: dict[str, dict[str, Any]] = {
+    "qwen3-5": WIRINGS["ladder"] | _DELTA,
+    "qwen3-5-moe": WIRINGS["ladder"] | _DELTA_EXPERTS,
+    "qwen3-5-cpu": DELTA_ON_CPU["delta-cpu"],
+}
+"""Models of vLLM that are written with a drafting head twice, as `head-MODEL` and as `head-MODEL-ours`, a model of our
+type. That is the late model of these changes, without its late layers."""
 SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MATRICES += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -205,18 +215,15 @@ def make_prompts() -> list[list[int]]:
 def write_everything(folder: Path) -> None:
     """Write a directory for each model, an adapter, and the reference tokens of each model in `references.json`."""
     from ladder_lab.bench.sizes import find_size
-    from tests.unit.convert.saved_models import export
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS | PLAIN | LATENT | WINDOWS | DELTA | DELTA_ON_CPU
     changes |= {"cached-latents": CACHED_LATENTS}
-    for name in changes:
-        # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
-        with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
-            source = "hy_v3" if name == "hy3" else ""
-            exported, _ = export(Path(scratch), replace(shape, **changes[name]), imported_type=source)
-            shutil.move(exported, folder / name)
+    models = {name: replace(shape, **changes[name]) for name in changes}
+    for name, config in models.items():
+        # A model with the wrong wiring gives wrong tokens.
+        export_to(folder / name, config, "hy_v3" if name == "hy3" else "")
     # Without ladder layers the export is a plain Llama.
     (folder / "standard").rename(folder / "llama")
     shutil.copytree(folder / "ladder", folder / "standard")
@@ -232,6 +239,71 @@ def write_everything(folder: Path) -> None:
         quantise(folder / name, folder / f"{name}-int8")
     for name in SERVED:
         write_tokenizer(folder / name)
+    write_heads(folder, models, references)
+
+
+def write_heads(folder: Path, models: dict[str, Any], references: dict[str, list[list[int]]]) -> None:
+    """Write models with drafting heads, and in `drafts.json` the drafts after each token of the reference sequences.
+
+    The heads have learned a part of these sequences, so that some drafts are right.
+    """
+    drafts = {}
+    for name in (*HEADS, *HEADS_OF_VLLM):
+        config = replace(models[name], mtp_num_layers=1, mtp_before_final_norm=name == "soft-cap")
+        weights = export_to(folder / f"head-{name}", config)
+        projection, drafts[name] = train_head(config, weights, references[name])
+        write_projection(folder / f"head-{name}", projection)
+        if name in HEADS_OF_VLLM:
+            ours = folder / f"head-{name}-ours"
+            export_to(ours, replace(config, **HEADS_OF_VLLM[name]))
+            change_config(ours, residual_mode="standard", ladder_layers=[])
+            write_projection(ours, projection)
+    (folder / "drafts.json").write_text(json.dumps(drafts))
+
+
+def export_to(folder: Path, config: Any, source: str = "") -> dict[str, Tensor]:
+    """Write a model of random weights, the same for all wirings, and return these under the names of the trainer."""
+    from tests.unit.convert.saved_models import export
+
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
+        exported, weights = export(Path(scratch), config, imported_type=source)
+        shutil.move(exported, folder)
+    return weights
+
+
+def write_projection(folder: Path, projection: Tensor) -> None:
+    """Replace the projection of a drafting head."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": projection}, file, metadata={"format": "pt"})
+
+
+def train_head(
+    config: Any, weights: dict[str, Tensor], continuations: list[list[int]]
+) -> tuple[Tensor, list[list[int]]]:
+    """Return a projection for a head that has learned the prompts and continuations, and the drafts after their tokens.
+
+    The draft after a token is two positions after it. The last token of a sequence has none.
+    """
+    from tests.reference import ReferenceConfig
+    from tests.reference.mtp import drafting_logits
+
+    like = ReferenceConfig.like(config)
+    sequences = [prompt + tokens for prompt, tokens in zip(make_prompts(), continuations, strict=True)]
+    width = max(map(len, sequences))
+    tokens = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences])
+    targets = torch.tensor([sequence[2:] + [-100] * (width + 1 - len(sequence)) for sequence in sequences])
+    projection = weights[f"layers.{config.num_layers}.eh_proj.weight"].requires_grad_()
+    optimizer = torch.optim.Adam([projection], lr=0.03)
+    for _ in range(10):
+        logits = drafting_logits(weights, like, tokens)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets).backward()
+        optimizer.step()
+    with torch.no_grad():
+        drafts = drafting_logits(weights, like, tokens).argmax(-1)
+    return projection.detach(), [
+        row[: len(sequence) - 1].tolist() for row, sequence in zip(drafts, sequences, strict=True)
+    ]
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -59,6 +59,8 @@ def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
 
 
 _DRAFT = {"model": "llama", "num_speculative_tokens": 2}
+_HEAD = {"method": "mtp", "num_speculative_tokens": 1}
+_OTHER = {"model": "head-soft-cap"}
 _LAYERWISE = {
     "kv_connector": "LMCacheConnectorV1",
     "kv_role": "kv_both",
@@ -99,6 +101,14 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ),
     ("ladder", {"speculative_config": _DRAFT | {"method": "eagle3"}}, {}, "--speculative-config method eagle3: .* use"),
     ("ladder", {"speculative_config": _DRAFT | {"method": "draft_model"}}, _PCIE, "PCIE_IPC=1: .* draft model"),
+    ("ladder", {"speculative_config": _HEAD}, {}, "method mtp: the model has no drafting head .* without --drop-mtp"),
+    ("head-ladder", {"speculative_config": _HEAD | _OTHER}, {}, "model .*: a drafting head drafts for its own model"),
+    (
+        "head-delta-ladder",
+        {"speculative_config": _HEAD, "enable_prefix_caching": True, "dtype": "bfloat16"},
+        {},
+        "--speculative-config with --enable-prefix-caching: .*; use --no-enable-prefix-caching",
+    ),
     (
         "ladder",
         {"compilation_config": {"splitting_ops": ["vllm::unified_attention"]}},
@@ -126,12 +136,12 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
 def test_rejections_name_the_cause_before_weights_are_read(
     model: str, options: dict[str, Any], variables: dict[str, str], message: str, models: Path, one: Any, tmp_path: Path
 ) -> None:
-    for name in {model, "llama"}:
+    draft = options.get("speculative_config", {})
+    for name in {model, draft.get("model", model)}:
         (tmp_path / name).mkdir()
         shutil.copy(models / name / "config.json", tmp_path / name)
-    if "speculative_config" in options:
-        draft = options["speculative_config"] | {"model": str(tmp_path / "llama")}
-        options = options | {"speculative_config": draft}
+    if "model" in draft:
+        options = options | {"speculative_config": draft | {"model": str(tmp_path / draft["model"])}}
     ((found, seconds),) = one(rejection, tmp_path / model, options, variables)
     assert re.search(message, found)
     assert seconds < 20
