@@ -51,7 +51,7 @@ class BenchmarkOptions:
     mean nothing."""
     wirings: tuple[str, ...] = flag(("standard", "ladder", "parallel", "ladder-parallel"), choices=VARIANTS)
     """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
-    backward to autograd, and no-comm omits the all-reduces."""
+    backward to autograd, -early-weights computes gradients of weights at once, and no-comm omits the all-reduces."""
     sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
     given: small-train for train and forward, or small-ep with --ep; small otherwise."""

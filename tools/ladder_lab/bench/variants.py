@@ -35,6 +35,10 @@ VARIANTS: dict[str, Variant] = {
             Variant("ladder-autograd", NAMED_WIRINGS["ladder"], mirrored_backward=False),
             Variant("no-comm", NAMED_WIRINGS["standard"], without_reduces=True),
             *(
+                Variant(f"{name}-early-weights", NAMED_WIRINGS[name], late_weight_gradients=False)
+                for name in ("standard", "ladder", "ladder-parallel", "staleness-2", "farskip", "shortcut")
+            ),
+            *(
                 Variant(f"no-comm-{mode}", NAMED_WIRINGS[mode], without_reduces=True)
                 for mode in ("parallel", *EXPERT_MODES)
             ),
@@ -42,7 +46,8 @@ VARIANTS: dict[str, Variant] = {
     },
 }
 """`standard` overlaps the reduce of an input's gradient with the weight's gradient, as Megatron-LM does.
-`ladder-autograd` overlaps only forward and leaves backward to autograd. `-blocking` waits at once."""
+`ladder-autograd` overlaps only forward and leaves backward to autograd. `-blocking` waits at once. `-early-weights`
+computes gradients of weights at once, instead of where they hide the next wait."""
 
 
 def bound_of(variant: Variant) -> Variant:

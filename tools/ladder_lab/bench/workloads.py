@@ -139,6 +139,7 @@ def build_models(
         options = StackOptions(
             tp_overlap=variant.tp_overlap,
             mirrored_backward=variant.mirrored_backward,
+            late_weight_gradients=variant.late_weight_gradients,
             operations=operations or Operations(),
         )
         config = variant.wiring.of(shape, mesh.tensor.size)

@@ -111,6 +111,14 @@ def test_throughput_captures_our_models(monkeypatch: pytest.MonkeyPatch, graphs:
     assert all(one.closed for one in graphs)
 
 
+def test_variants_compute_gradients_of_weights_late_or_at_once() -> None:
+    names = ("farskip", "farskip-early-weights")
+    alone, shape = CommGroup.alone(), find_size("small-moe")
+    variants = [VARIANTS[name] for name in names]
+    made = build_models(variants, shape, ProcessMesh.single(), alone, alone, torch.float32, CPU)
+    assert [made[name].stack.options.late_weight_gradients for name in names] == [True, False]
+
+
 def test_a_model_that_does_not_fit_names_its_flag() -> None:
     alone, shape = CommGroup.alone(), find_size("1x1024x1024x8x8x1000000000000")
     with pytest.raises(UserError, match=r"--size: a rank's weights take 8,192,000 GB, .*: give fewer layers"):
