@@ -1,5 +1,6 @@
 """A fixed number of rows for each expert: padding changes nothing, and a step that needs more rows is repeated."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_ladder.model import experts
 from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import ExpertOptions
+from megatron_ladder.model.stats import PassStats, StepStats
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -98,6 +100,16 @@ def test_only_a_capacity_spares_the_host_a_wait(monkeypatch: pytest.MonkeyPatch)
     for teacher, captures in ((None, True), (waits, False), (whole, True)):
         limited.distillation = None if teacher is None else Distillation(teacher, 0.5, 1.0)
         assert _captures(run, limited, torch.device("cuda")) is captures
+
+
+def test_the_most_rows_of_all_layers_and_passes_count() -> None:
+    sums = StepStats([], [], 0, torch.float32, torch.device("cpu"))
+    for of_layers in ([3, 7, None, 5], [None], [6]):
+        layers = (PassStats(most_rows=None if rows is None else torch.tensor(rows)) for rows in of_layers)
+        sums.add(functools.reduce(PassStats.plus, layers))
+    assert sums.most_rows == 7
+    sums.clear()
+    assert sums.most_rows == 0
 
 
 def bad_step(argv: list[str], batch: list[Batch]) -> tuple[Finding | None, int | None, int | None]:

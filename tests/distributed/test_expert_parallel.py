@@ -398,12 +398,12 @@ def test_with_a_capacity_rows_fly_before_their_numbers_are_waited_for(gloo_pools
     """An evaluation waits for the numbers, because it cannot be repeated with a larger capacity."""
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     for training, expected in (
-        (True, "K0 D0 A0 d0 k0 R0 C0 A1 c0 K1 D1 d1 k1 R1 C1 c1"),
-        (False, "K0 k0 D0 A0 d0 R0 C0 A1 c0 K1 k1 D1 d1 R1 C1 c1"),
+        (True, "K0 D0 A0 a0 d0 k0 R0 C0 A1 c0 K1 D1 a1 d1 k1 R1 C1 c1"),
+        (False, "K0 k0 D0 A0 a0 d0 R0 C0 A1 c0 K1 k1 D1 a1 d1 R1 C1 c1"),
     ):
         for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, True, 24):
             assert forward == expected
-            assert backward == ("C1 c1 D1 R1 d1 C0 A1 c0 D0 R0 A0 d0" if training else "")
+            assert backward == ("C1 c1 D1 a1 R1 d1 C0 A1 c0 D0 a0 R0 A0 d0" if training else "")
 
 
 def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: GlooPools) -> None:
