@@ -130,7 +130,7 @@ CORNER_LAYOUTS = LAYOUTS | {
 """Those of `CORNERS`; 2x3: one layer per chunk of six layers."""
 EXPERT_LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2 --zero-stage 0"),
-    "ep2-dp4": (4, "--expert-model-parallel-size 2 --recompute-granularity full"),
+    "ep2-dp4": (4, "--expert-model-parallel-size 2 --moe-expert-capacity 3 --recompute-granularity full"),
     "ep4": (4, "--expert-model-parallel-size 4"),
     "ep2-pp2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "ep2-tp2": (2, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
