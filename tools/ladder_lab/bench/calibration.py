@@ -207,8 +207,8 @@ class Calibration:
 class Prediction:
     """The step-time model with this machine's calibrations, by the name of the variant without reduces.
 
-    `message` is the sum of a sub-block's output. `always_waiting` counts the collectives of a pass that no wiring
-    hides: those of embedding, head and loss.
+    `message` is the sum of a sub-block's output, or the dispatch of tokens to experts. `always_waiting` counts the
+    collectives of a pass that no wiring hides: those of embedding, head and loss.
     """
 
     by_bound: dict[str, Calibration]
