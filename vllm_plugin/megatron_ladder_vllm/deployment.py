@@ -260,6 +260,9 @@ def _conflicts_of_drafts(vllm_config: VllmConfig) -> Iterator[str]:
             f"--speculative-config model {speculative.model}: a drafting head drafts for its own model only; omit "
             "model, or export a draft model with --drop-mtp"
         )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if speculative.method == "mtp" and stages > 1:
+        yield f"--pipeline-parallel-size {stages}: drafting heads share the embedding of the first stage; use 1"
     caches_prefixes = vllm_config.cache_config.enable_prefix_caching
     if config.has_linear_attention and current_platform.is_cpu() and caches_prefixes:
         yield (

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 from vllm.model_executor.models.utils import maybe_prefix
 
@@ -47,10 +46,6 @@ class DraftingHead(nn.Module):
         self.config = config = vllm_config.speculative_config.draft_model_config.hf_config
         hidden, quantisation = config.hidden_size, vllm_config.quant_config
         self.all_reduces = all_reduces_of(get_tp_group())
-        if get_pp_group().world_size > 1:
-            self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, hidden, quant_config=quantisation, parallel_group=self.all_reduces
-            )
         self.pre_fc_norm_embedding = new_norm(config, hidden)
         self.pre_fc_norm_hidden = new_norm(config, hidden)
         self.fc = ReplicatedLinear(2 * hidden, hidden, bias=False, quant_config=quantisation, prefix=f"{prefix}.fc")
@@ -103,18 +98,12 @@ class MegatronLadderMTPModel(LocalArgmaxMixin, nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the tensors of the head, and those that it shares with the model where vLLM does not share them.
+        """Load the tensors of the head.
 
         Raises:
             ValueError: there are none.
         """
-        shared = {"model.embed_tokens.weight": "embed_tokens.weight"} if hasattr(self.model, "embed_tokens") else {}
-        own = {}
-        for name, weight in weights:
-            if name.startswith(_PREFIX):
-                own[name.removeprefix(_PREFIX)] = weight
-            elif name in shared:
-                own[shared[name]] = weight
+        own = {name.removeprefix(_PREFIX): weight for name, weight in weights if name.startswith(_PREFIX)}
         if "fc.weight" not in own:
             raise ValueError(
                 f"{self.directory}: config.json announces a drafting head (mtp_num_hidden_layers), but the files lack "

@@ -103,6 +103,7 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ("ladder", {"speculative_config": _DRAFT | {"method": "draft_model"}}, _PCIE, "PCIE_IPC=1: .* draft model"),
     ("ladder", {"speculative_config": _HEAD}, {}, "method mtp: the model has no drafting head .* without --drop-mtp"),
     ("head-ladder", {"speculative_config": _HEAD | _OTHER}, {}, "model .*: a drafting head drafts for its own model"),
+    ("head-ladder", {"speculative_config": _HEAD, "pipeline_parallel_size": 2}, {}, "size 2: drafting heads .*; use 1"),
     (
         "head-delta-ladder",
         {"speculative_config": _HEAD, "enable_prefix_caching": True, "dtype": "bfloat16"},
