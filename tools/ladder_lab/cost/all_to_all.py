@@ -92,8 +92,11 @@ def all_to_all_seconds(
     leaving = to_boxes * (spread.boxes - 1) / spread.boxes
     # Forwarded rows cross the link of the box that they arrive in.
     inside = (to_ranks if library.sends_once else to_ranks / spread.boxes) * (spread.most - 1) / spread.most
-    bus = wire_bytes(_LARGE, spread.most) / machine.link.seconds(_LARGE, spread.most) if spread.most > 1 else math.inf
-    seconds = tokens * row_bytes * inside / (library.link_share * bus)
+    seconds = 0.0
+    if spread.most > 1:
+        known = min(spread.most, machine.link.known_ranks[-1])
+        bus = wire_bytes(_LARGE, known) / machine.link.seconds(_LARGE, known)
+        seconds = tokens * row_bytes * inside / (library.link_share * bus)
     if spread.boxes > 1:
         network = wire_bytes(_LARGE, 2) / machine.network.seconds(_LARGE, 2)
         share = min(1.0, machine.adapters / machine.per_box)

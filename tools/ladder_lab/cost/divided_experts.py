@@ -48,8 +48,10 @@ class PassTime(NamedTuple):
     """The time of a pass."""
 
     seconds: float
+    wire: float
+    """Seconds of its collectives."""
     hidden: float
-    """Share of the time of its collectives in which this rank computes; 1 without any."""
+    """Share of these in which this rank computes; 1 without any."""
 
 
 def forward_events(blocks: Sequence[SubBlockTime], schedule: Schedule) -> list[Event]:
@@ -231,7 +233,7 @@ class _Player:
                 is_projection = what == "projection"
                 weight_gradients += block.output_wgrad_seconds if is_projection else block.wgrad_seconds
         clock.compute(weight_gradients)
-        return PassTime(clock.now, 1 - waited / flown if flown else 1.0)
+        return PassTime(clock.now, flown, 1 - waited / flown if flown else 1.0)
 
     def _seconds(self, block: SubBlockTime, what: str, backward: bool) -> float:
         if what == "projection":

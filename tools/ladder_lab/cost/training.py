@@ -294,11 +294,14 @@ class LayerTime:
 
     def pass_times(self, layers: range) -> tuple[PassTime, PassTime]:
         """Return the times of forward and backward of a range of layers with divided experts."""
-        contention = self.all_to_all.contention
-        if contention is None:
-            contention = self.machine.contention
         steps = [*chain.from_iterable(self.layers[layers.start : layers.stop])]
-        return pass_times(steps, self.wire, contention, self.schedule, self.layout.recompute)
+        return pass_times(steps, self.wire, self.token_contention, self.schedule, self.layout.recompute)
+
+    @property
+    def token_contention(self) -> float:
+        """The share of the overlap with an all-to-all that is given back."""
+        contention = self.all_to_all.contention
+        return self.machine.contention if contention is None else contention
 
     def _simulate(self, layers: range) -> tuple[float, float]:
         steps: Sequence[SubBlockTime] = [*chain.from_iterable(self.layers[layers.start : layers.stop])]

@@ -11,7 +11,10 @@ from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, LayoutPlan, PlanRequest
 
 BASELINE = "standard"
 """The exact baseline: its all-to-alls travel under the shared expert, and weight gradients wait for the next one."""
-_NOTHING_AHEAD = "standard, nothing ahead"
+NOTHING_AHEAD = "standard, nothing ahead"
+"""The same without either."""
+RIVAL = "standard, two micro-batches"
+"""Two micro-batches at once, of which one computes while the other one's tokens travel."""
 _BOUND = "no communication"
 
 
@@ -32,21 +35,37 @@ def expert_gains(request: PlanRequest, layout: Layout) -> list[ExpertGain]:
     """Compare the wirings of the request in the passes of all layers, with the bound without communication."""
     standard = layer_time(request, layout, BASELINE)
     compared = {
-        _NOTHING_AHEAD: replace(standard, schedule=Schedule(reads_ahead=False, late_weight_gradients=False)),
+        NOTHING_AHEAD: replace(standard, schedule=Schedule(reads_ahead=False, late_weight_gradients=False)),
         **{name: layer_time(request, layout, name) for name in dict.fromkeys((BASELINE, *request.wirings))},
         _BOUND: replace(standard, reduce_factor=0.0),
     }
     times = {name: _times(each) for name, each in compared.items()}
+    times[RIVAL] = _two_micro_batches(times[NOTHING_AHEAD], times[_BOUND], standard.token_contention)
     forward, backward = times[BASELINE]
     return [
         ExpertGain(
             name,
-            forward.seconds / mine.seconds,
-            (forward.seconds + backward.seconds) / (mine.seconds + others.seconds),
-            (mine.hidden, others.hidden),
+            forward.seconds / times[name][0].seconds,
+            (forward.seconds + backward.seconds) / sum(each.seconds for each in times[name]),
+            (times[name][0].hidden, times[name][1].hidden),
         )
-        for name, (mine, others) in times.items()
+        for name in times
     ]
+
+
+def _two_micro_batches(
+    exposed: tuple[PassTime, PassTime], computing: tuple[PassTime, PassTime], contention: float
+) -> tuple[PassTime, PassTime]:
+    """Return the times of passes of which each computes while another one's tokens travel.
+
+    A forward pass alone, as in prefill, hides nothing.
+    """
+    compute = sum(each.seconds for each in computing)
+    wire = sum(each.wire for each in exposed)
+    together = max(compute, wire) + contention * min(compute, wire)
+    forward, backward = exposed
+    hidden = min(compute, wire) / wire if wire else 1.0
+    return forward._replace(hidden=hidden), backward._replace(seconds=together - forward.seconds, hidden=hidden)
 
 
 def _times(times: LayerTime) -> tuple[PassTime, PassTime]:
@@ -86,9 +105,9 @@ def experts_report(request: PlanRequest, plans: Sequence[LayoutPlan]) -> tuple[l
         "whose all-to-alls travel under the shared expert and under weight gradients, in this layout:",
         markdown_table(rows),
         *_inside_a_box(request, divided),
-        "The rival that hides as much in an unchanged model computes two micro-batches at once (DualPipe; "
-        "--overlap-moe-expert-parallel-comm in Megatron-LM). It needs the activations of both, and does nothing for "
-        f"prefill; its bound is that without communication, {gains[-1].passes:.2f}.",
+        f"{RIVAL}: the rival that hides as much in an unchanged model (DualPipe; "
+        "--overlap-moe-expert-parallel-comm in Megatron-LM; not in this package). It needs the activations of both, "
+        "and does nothing for prefill.",
         f"Figures of {library.name}: {library.source}.",
     ], gains
 

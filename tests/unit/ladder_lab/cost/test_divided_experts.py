@@ -119,7 +119,7 @@ def test_without_a_shared_expert_farskip_reads_inside_attention() -> None:
 
 def test_what_is_hidden_is_the_share_of_the_wire() -> None:
     forward, _ = pass_times(blocks_of("standard", 1, 2.0), WireModel(), 0.0, AS_TRAINED, recompute=False)
-    assert forward == PassTime(A + R + 2 * 2.0, (S / 2 + S / 2) / 4.0)
+    assert forward == PassTime(A + R + 2 * 2.0, 4.0, (S / 2 + S / 2) / 4.0)
 
 
 def test_contention_slows_what_runs_under_an_all_to_all() -> None:
