@@ -386,7 +386,7 @@ class MegatronLadderForCausalLM(LlamaForCausalLM):
         return self.model.norm(hidden_states) if self.model.is_normed_by_head else hidden_states
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all tensors but those of a drafting head, which is a model of its own in vLLM."""
+        """Load all tensors but those of a drafting head, which is a separate model in vLLM."""
         loaded: set[str] = super().load_weights((name, weight) for name, weight in weights if name[:4] != "mtp.")
         return loaded
 

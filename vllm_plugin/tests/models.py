@@ -189,7 +189,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 """Sliding windows, which prompts and answers exceed several times, and sinks."""
 HEADS = ("standard", "ladder", "soft-cap", "tied-head", "zero-centered", "experts-standard", "experts-farskip")
-HEADS += ("latent-farskip", "windows-everywhere", "experts-longcat", "lanes", "delta-ladder", "delta-farskip")
+HEADS += ("latent-farskip", "windows-everywhere", "sinks-hybrid", "experts-longcat", "lanes", "delta-ladder")
+HEADS += ("delta-farskip",)
 """Models that are also written with a drafting head, as `head-MODEL`."""
 HEADS_OF_VLLM: dict[str, dict[str, Any]] = {
     "qwen3-5": WIRINGS["ladder"] | _DELTA,

@@ -1,4 +1,4 @@
-"""Drafts of the models' own heads: those of plain arithmetic and of vLLM's heads, and the same tokens as without."""
+"""Drafts of drafting heads: those of plain arithmetic and of vLLM's heads, and the same tokens as without."""
 
 import json
 import re
