@@ -9,6 +9,7 @@ records events. A test compares the files with the output of this program, byte 
 Times are in units of c, the forward computation of a sub-block; attention and MLP are assumed to cost the same.
 """
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
+from ladder_lab.cost.divided_experts import Schedule, backward_events, forward_events  # noqa: E402
 from ladder_lab.cost.links import (  # noqa: E402
     SimulatedClock,
     SimulatedCollective,
@@ -26,6 +28,7 @@ from ladder_lab.cost.links import (  # noqa: E402
     backward_seconds,
     forward_seconds,
 )
+from megatron_ladder.blueprint.expert_parallel import divide_experts  # noqa: E402
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model  # noqa: E402
 from megatron_ladder.blueprint.model_flags import ModelFlags  # noqa: E402
 from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
@@ -63,7 +66,9 @@ LANE, GAP = 26, 5
 FINE = 1e-9
 """Shorter times are rounding errors."""
 UNIT = "c: the time that one sub-block computes"
-DGRAD, WGRAD = 1.4, 0.6
+OUTPUT = {SubBlockKind.MIXER: 0.25, SubBlockKind.SHARED_EXPERT: 0.25}
+"""Computation of a sub-block's output projection in c, in the middle before which others may run."""
+DGRAD, WGRAD = 1.1, 0.9
 """Computation of the gradients of a sub-block's input and weights, over its forward computation."""
 
 
@@ -184,6 +189,55 @@ def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirr
             bars += [Bar(start, between, fill, label), Bar(between, stop, "wgrad", "w")]
     wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
     return Row(title, note, bars, wire, end)
+
+
+def exchange_row(title: str, note: str, config: ModelConfig, seconds: float, backward: bool) -> Row:
+    """Return the row of a pass of a model with divided experts, whose all-to-alls take `seconds`."""
+    wired = [*itertools.chain(*divide_experts(config.wired_layers, shared_expert=True))]
+    layers = [layer for layer, of_layer in enumerate(config.wired_layers) for _ in range(len(of_layer) + 1)]
+    blocks = [
+        SubBlockTime(
+            WIDTHS.get(one.kind, 1.0),
+            seconds * one.moves_tokens,
+            one.missing,
+            read_seconds=seconds * one.moves_tokens,
+            moves_tokens=one.moves_tokens,
+            output_seconds=OUTPUT.get(one.kind, 0.0),
+        )
+        for one in wired
+    ]
+    events = forward_events(blocks, Schedule())
+    if backward:
+        events = backward_events(events, (), recompute=False)
+    clock, prime = RecordingClock(WireModel()), "'" * backward
+    bars, names = list[Bar](), list[str]()
+    launched: dict[tuple[str, int], SimulatedCollective] = {}
+    late = 0.0
+
+    def compute(span: float, fill: str, label: str) -> None:
+        start = clock.now
+        clock.compute(span)
+        if span:
+            bars.append(Bar(start, clock.now, fill, label))
+
+    for action, what, position in events:
+        kind = wired[position].kind
+        key = what, position
+        if action == "compute":
+            part = OUTPUT.get(kind, 0.0) if what == "projection" else WIDTHS.get(kind, 1.0) - OUTPUT.get(kind, 0.0)
+            label = LABELS[kind] + str(layers[position]) + prime if part >= 0.5 else LABELS[kind]
+            compute((DGRAD if backward else 1.0) * part, ALIKE.get(kind.value, kind.value), label)
+            late += WGRAD * part * backward
+        elif action == "launch" and wired[position].moves_tokens:
+            launched[key] = clock.launch(seconds)
+            names.append(f"{'D' if what == 'input' else 'C'}{layers[position]}{prime}")
+        elif key in launched:
+            compute(late, "wgrad", "w")
+            late = 0.0
+            clock.wait(launched.pop(key))
+    compute(late, "wgrad", "w")
+    wire = [Bar(*times, "reduce", name) for times, name in zip(clock.carried.values(), names, strict=True)]
+    return Row(title, note, bars, wire, clock.now)
 
 
 def stacked(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
@@ -385,6 +439,24 @@ def experts(ends: Sequence[tuple[str, str]]) -> str:
     return timelines(title, [*kinds, *ends], rows, "c: the time that A computes; R takes c, S takes 0.5 c")
 
 
+def exchanges(ends: Sequence[tuple[str, str]]) -> str:
+    """Draw the timelines of layers whose experts are divided; `ends` are the last entries of the legend."""
+    kinds = [("attention", "attention (A)"), ("shared_expert", "shared expert (S)"), ("mlp", "routed experts (R)")]
+    more = {"num_experts": 8, "moe_shared_expert_intermediate_size": 256}
+    standard, ladder = model("standard", 3, **more), model("ladder", 3, "all", **more)
+    rows = [
+        exchange_row("standard", "D and C under S", standard, 0.6, backward=False),
+        exchange_row("ladder", "C under the next A", ladder, 0.6, backward=False),
+        exchange_row("ladder, staleness 2", "D leaves a layer early", model("ladder", 3, "all", 2, **more), 0.6, False),
+        exchange_row("shortcut", "D under A, C under S", model("shortcut", 3, "all", **more), 0.6, backward=False),
+        exchange_row("standard, backward", "C' and D' under S' and w", standard, 0.6, backward=True),
+        exchange_row("ladder, backward", "C' under A', D' under S'", ladder, 0.6, backward=True),
+    ]
+    title = "Experts on other ranks: three layers, a dispatch (D) or combine (C) takes 0.6 c"
+    unit = "c: the time that A or R computes, S takes 0.5 c; the output projections of A and S begin after the cut"
+    return timelines(title, [*kinds, ("wgrad", "weight gradients (w)"), *ends], rows, unit)
+
+
 def pictures() -> dict[str, str]:
     """Map each file name to its content."""
     plain, late = model("standard", 3), model("ladder", 3)
@@ -448,6 +520,7 @@ def pictures() -> dict[str, str]:
             ],
             f"c: the time that one sub-block computes forward; its input gradient takes {DGRAD} c, w {WGRAD} c",
         ),
+        "exchanges.svg": exchanges([("reduce", "all-to-all"), ends[1]]),
         "experts.svg": experts(ends),
         "gains.svg": gains(),
     }

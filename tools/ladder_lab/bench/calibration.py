@@ -156,13 +156,14 @@ class Calibration:
         for computation, sub_block in zip(_computations(config), sub_blocks, strict=True):
             seconds = self.by_computation[computation]
             missing = sub_block.missing if variant.tp_overlap else ()
+            late = seconds.weight_gradient + seconds.output_projection * variant.late_weight_gradients
             blocks.append(
                 SubBlockTime(
                     seconds.forward,
                     reduce_seconds,
                     missing,
-                    seconds.backward - seconds.weight_gradient,
-                    seconds.weight_gradient,
+                    seconds.backward - late,
+                    late,
                     sub_block.joins_next and variant.tp_overlap,
                     sub_block.shares_input and variant.tp_overlap,
                 )

@@ -45,9 +45,9 @@ class SubBlockTime:
 
     `reduce_seconds` is the wire time of the all-reduce of its output, and of its input gradient, which has the same
     size. `missing` are the outputs that the stream lacks when it starts, counted back from the newest. Backward is
-    split into the gradient of its input and the rest: the weight gradient of its column-parallel layer, which no other
-    sub-block needs. Outputs and readings can share the all-reduce of a neighbour, as in `WiredSubBlock`. The last four
-    matter only next to divided experts (`divided_experts.py`).
+    split into the gradient of its input and the rest: the gradients of its weights, which no other sub-block needs.
+    Outputs and readings can share the all-reduce of a neighbour, as in `WiredSubBlock`. The last four matter only next
+    to divided experts (`divided_experts.py`).
     """
 
     forward_seconds: float

@@ -16,8 +16,9 @@ recomputation the forward pass is repeated. Where passes are not captured, the h
 If expert-parallel ranks divide the experts, the layers follow the schedule of `divided_experts.py`, and each rank
 computes and receives as many rows as the fullest. Otherwise, they follow that of `links.py`, which the benchmark is
 compared with. On a serial wire, the reduce before a late sub-block overlaps with it, and in backward all reduces
-overlap with the gradients of the column-parallel weights (q, k, v; gate, up). The reduces of embedding and head are
-exposed in every wiring, and so is that of the gradients of latents or key heads that several ranks hold, once per step.
+overlap with the gradients of the weights; with DeepSpeed, which takes every gradient at once, with those of the
+column-parallel weights (q, k, v; gate, up). The reduces of embedding and head are exposed in every wiring, and so is
+that of the gradients of latents or key heads that several ranks hold, once per step.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
 chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often. Messages run under
@@ -206,7 +207,11 @@ class LayerTime:
             wgrad += of_inputs[1]
             inner_wgrad += of_others[1]
         forward = products + others
-        dgrad = products + 2 * others + inner_wgrad + (forward if layout.recompute else 0.0)
+        dgrad = products + 2 * others + (forward if layout.recompute else 0.0)
+        if layout.zero < 2:
+            wgrad += inner_wgrad
+        else:
+            dgrad += inner_wgrad
         wired = sub_block.wired
         shares_input = wired.shares_input and not layout.recompute
         return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_input)

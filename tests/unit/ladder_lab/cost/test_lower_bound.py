@@ -69,7 +69,8 @@ def traffic_seconds(model: ModelConfig, layout: Layout, sequence: int, micro_bat
     In each micro-batch it reads its matrices in bf16 in forward and backward, and adds each gradient in fp32 (the first
     one is written). Once, it updates its part of the optimizer's state.
     """
-    tokens = sequence * layout.micro_batch
+    divided = layout.experts if layout.divides_experts else layout.tensor
+    tokens = sequence * layout.micro_batch * divided / layout.tensor
     passes = 3 if layout.recompute else 2
     of_stages = []
     ranges = uniform_partition(model.num_layers, layout.pipeline * layout.chunks)
@@ -78,7 +79,7 @@ def traffic_seconds(model: ModelConfig, layout: Layout, sequence: int, micro_bat
         for layer in (layer for chunk in ranges[stage :: layout.pipeline] for layer in chunk):
             of_all, of_experts = layer_matrices(model, layer)
             dense += of_all / layout.tensor
-            experts += of_experts / layout.tensor
+            experts += of_experts / divided
         if stage == layout.pipeline - 1:
             dense += model.vocab_size * model.hidden_size / layout.tensor
         # Tokens that choose evenly leave some experts without any.
@@ -86,7 +87,8 @@ def traffic_seconds(model: ModelConfig, layout: Layout, sequence: int, micro_bat
         moved = micro_batches * 2 * passes + (4 + 8 * (micro_batches - 1))
         # Gradient, master copy and moments, the latter read and written, and the weight.
         updated = 4 + 3 * 8 + 2
-        of_stages.append(moved * (dense + chosen * experts) + updated * (dense + experts) / layout.data)
+        owned = (dense + experts * divided / layout.tensor) / layout.data
+        of_stages.append(moved * (dense + chosen * experts) + updated * owned)
     return max(of_stages) / rate
 
 

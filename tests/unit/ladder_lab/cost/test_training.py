@@ -14,10 +14,12 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.specs import padded_vocab_size
 from megatron_ladder.blueprint.tensors import parameter_count
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import _captures
 from megatron_ladder.engine.schedule import make_schedule
+from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.products import reads_on_host
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.nccl_rules import Rules, programs_of
@@ -198,10 +200,12 @@ def test_ranks_compute_whole_latents_and_sum_their_gradients() -> None:
     times = LayerTime(model, NO_CONTENTION, layout, 4096)
     found, total = times.passes(range(2, 6))
     assert found == pytest.approx(compute)
-    # In backward, a reduce runs under the gradient of its sub-block's column-parallel matrices.
-    covers = [2 * 4096 * 7168 * width / (0.58 * 989e12) for width in (*[sum(whole)] * 4, 2 * 18432 / 8)]
-    # Gate and up: gradients of routed experts are written and added to the sums, those of the shared one computed.
-    of_experts = 256 * 2 * (2 + 2 + 4 + 4) * expert / 3.35e12 + 2 * 2 * 4096 * expert / (0.58 * 989e12)
+    # In backward, a reduce runs under the gradients of its sub-block's matrices.
+    numbers = (*[7168 * sum(whole) + 16 * per_head] * 4, 3 * 7168 * 18432 / 8)
+    covers = [2 * 4096 * count / (0.58 * 989e12) for count in numbers]
+    # Gradients of routed experts are written and added to the sums, those of the shared one and the router computed.
+    of_experts = 256 * 3 * (2 + 2 + 4 + 4) * expert / 3.35e12
+    of_experts += 2 * 4096 * (3 * expert + 256 * 7168) / (0.58 * 989e12)
     reduce = times.reduce_seconds
     uncovered = (max(0.0, reduce - cover) for cover in (*covers, *[of_experts] * 3))
     assert total - found == pytest.approx(8 * reduce + sum(uncovered))
@@ -265,6 +269,7 @@ def test_the_host_launches_for_longer_than_one_gpu_computes() -> None:
 
 def test_layouts_are_captured_where_training_captures_them() -> None:
     request = PlanRequest(SIZES["small"], H100, 8, 8, 512, ("standard",))
+    model = LanguageModel(SIZES["small"], ProcessMesh.single(), device=torch.device("meta"))
     seen = set()
     for layout in _layouts(request):
         words = flag_words(
@@ -281,7 +286,7 @@ def test_layouts_are_captured_where_training_captures_them() -> None:
             }
         )
         run = resolve_run(parse_run([*request.model.to_words(), *words], world_size=8), 4096, 8)
-        assert _captures(run, torch.nn.Linear(1, 1), torch.device("cuda")) == layout.is_captured, layout
+        assert _captures(run, model, torch.device("cuda")) == layout.is_captured, layout
         seen.add((layout.is_captured, layout.zero, layout.pipeline > 1, layout.data > 1))
     assert {is_captured for is_captured, *_ in seen} == {True, False}
 
