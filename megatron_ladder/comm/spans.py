@@ -25,19 +25,19 @@ def name_collectives(group: CommGroup, span: Span) -> CommGroup:
     """Return a group with the same ranks and collectives, whose collectives have names.
 
     An asynchronous collective has two spans, `all_reduce start` and `all_reduce wait`; a blocking one has one,
-    `all_reduce`. An all-to-all of integers, the numbers of rows to come, is a `counts all_to_all`. A group of one rank
-    is returned as it is.
+    `all_reduce`. All-to-alls are not waited for in the order of their starts, so these spans end in a number. One of
+    integers, the numbers of rows to come, is a `counts all_to_all`. A group of one rank is returned as it is.
     """
     return group if group.size == 1 else _RecordedGroup(group, span)
 
 
 class _RecordedWork(NamedTuple):
     work: Work
-    operation: str
+    name: str
     span: Span
 
     def wait(self) -> object:
-        with self.span(f"{self.operation} wait"):
+        with self.span(self.name):
             return self.work.wait()
 
 
@@ -46,9 +46,10 @@ class _RecordedGroup(CommGroup):
         super().__init__(group.ranks, group.rank, group.process_group)
         self._group = group
         self._span = span
+        self._exchanges = 0
 
-    def _named(self, work: Work | None, operation: str) -> Work | None:
-        return None if work is None else _RecordedWork(work, operation, self._span)
+    def _named(self, work: Work | None, operation: str, number: str = "") -> Work | None:
+        return None if work is None else _RecordedWork(work, f"{operation} wait{number}", self._span)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         with self._span("all_reduce start"):
@@ -68,9 +69,11 @@ class _RecordedGroup(CommGroup):
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Work | None]:
         operation = "all_to_all" if rows.is_floating_point() else "counts all_to_all"
-        with self._span(f"{operation} start"):
+        self._exchanges += 1
+        number = f" {self._exchanges}"
+        with self._span(f"{operation} start{number}"):
             arriving, work = self._group.start_all_to_all(rows, sent, received)
-        return arriving, self._named(work, operation)
+        return arriving, self._named(work, operation, number)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self._span("all_reduce"):

@@ -44,7 +44,7 @@ _SUB_BLOCK = re.compile(
     r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|output gradient|gather|recompute)"
 )
 _COLLECTIVE = re.compile(
-    r"((?:data |counts )?(?:all_reduce|all_gather|reduce_scatter|all_to_all|broadcast))(?: (start|wait))?"
+    r"((?:data |counts )?(?:all_reduce|all_gather|reduce_scatter|all_to_all|broadcast))(?: (start|wait)( \d+)?)?"
 )
 _COMBINES = ("forward", "output gradient")
 """Activities of experts that start to send outputs, or their gradients."""
@@ -140,15 +140,16 @@ _Collectives = Iterator[tuple[float, Any, float, float, float]]
 
 
 def _of_waits(events: Sequence[Event]) -> _Collectives:
-    """Find collectives on a CPU. Collectives of a kind are waited for in the order of their starts."""
-    started: dict[str, deque[Event]] = defaultdict(deque)
+    """Find collectives on a CPU. Those of a kind without numbers are waited for in the order of their starts."""
+    started: dict[tuple[str, str | None], deque[Event]] = defaultdict(deque)
     for event in sorted(events, key=lambda event: event["ts"]):
         match = _COLLECTIVE.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
         if match is not None and match[2] == "start":
-            started[match[1]].append(event)
+            started[match[1], match[3]].append(event)
         elif match is not None:
             # A blocking collective is its own launch.
-            launch = started[match[1]].popleft() if match[2] and started[match[1]] else event
+            launches = started[match[1], match[3]]
+            launch = launches.popleft() if match[2] and launches else event
             start, stop = _span(event)
             yield launch["ts"], launch["tid"], start, stop - launch["ts"], stop - start
 

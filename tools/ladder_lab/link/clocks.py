@@ -24,10 +24,10 @@ class LinkClock(Protocol):
         """Return the time, which is comparable between ranks since `restart`."""
 
     def wait_until(self, end_ns: int) -> None:
-        """Return when it is so late."""
+        """Return at this time, or at once if it has passed."""
 
     def finish_polling(self, began_ns: int) -> None:
-        """Account for the time since `began_ns`, in which the rank has polled for its peers."""
+        """Count, or leave out, the time since `began_ns`, in which the rank has polled for its peers."""
 
 
 class WallClock:

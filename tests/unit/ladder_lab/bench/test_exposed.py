@@ -81,28 +81,28 @@ def test_on_a_cpu_waits_are_exposed() -> None:
 
 
 def test_all_to_alls_are_named_by_what_they_carry() -> None:
-    """Of which the second dispatch is one of a repeated forward."""
+    """The second dispatch is one of a repeated forward, and awaited after the combine that starts later."""
     experts = "layers.0.routed_experts"
     events = [
         span("iteration 1", 0, 1000),
         span(f"{experts} norm forward", 100, 130),
-        span("counts all_to_all start", 101, 102),
-        span("counts all_to_all wait", 102, 104),
-        span("all_to_all start", 110, 120),
+        span("counts all_to_all start 1", 101, 102),
+        span("counts all_to_all wait 1", 102, 104),
+        span("all_to_all start 2", 110, 120),
         span("layers.0.shared_expert forward", 130, 180),
         span(f"{experts} forward", 180, 250),
-        span("all_to_all wait", 181, 188),
-        span("all_to_all start", 240, 245),
-        span("all_to_all wait", 300, 301),
+        span("all_to_all wait 2", 181, 188),
+        span("all_to_all start 3", 240, 245),
+        span("all_to_all wait 3", 300, 301),
         span(f"{experts} gather", 400, 410),
-        span("all_to_all start", 401, 409),
+        span("all_to_all start 4", 401, 409),
         span(f"{experts} output gradient", 410, 420),
-        span("all_to_all start", 411, 419),
-        span("all_to_all wait", 420, 440),
-        span("all_to_all wait", 440, 480),
+        span("all_to_all start 5", 411, 419),
+        span("all_to_all wait 5", 420, 440),
+        span("all_to_all wait 4", 440, 480),
         span(f"{experts} backward", 480, 600),
-        span("all_to_all start", 590, 595),
-        span("all_to_all wait", 700, 780),
+        span("all_to_all start 6", 590, 595),
+        span("all_to_all wait 6", 700, 780),
         span("all_to_all", 800, 801),
     ]
     found = communication(events).collectives
@@ -111,8 +111,8 @@ def test_all_to_alls_are_named_by_what_they_carry() -> None:
         ("counts all_to_all", "forward", 2),
         ("dispatch", "forward", 7),
         ("combine", "forward", 1),
-        ("dispatch", "backward", 20),
-        ("combine", "backward", 40),
+        ("combine", "backward", 20),
+        ("dispatch", "backward", 40),
         ("dispatch", "backward", 80),
         ("all_to_all", "", 1),
     ]
