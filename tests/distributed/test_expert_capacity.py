@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,35 @@ def test_steps_equal_those_without_a_capacity_bitwise(gloo_pools: GlooPools, lay
         else:
             assert first is not None and 1 < first <= MOST_ROWS * 9 / 8
             assert all(before is None or before > first for before in others)
+
+
+def repeated_twice(argv: list[str], batch: list[Batch]) -> tuple[int, float, float]:
+    """On each rank: return how often the passes of a step ran, its loss and its norm, if the first try found two rows
+    to be enough, as layers do whose inputs lack rows."""
+    trainer = build_trainer_here(argv)
+    train = trainer.engine.train
+    tries = 0
+
+    def run(*arguments: Any) -> StepStats:
+        nonlocal tries
+        tries += 1
+        stats = train(*arguments)
+        if tries == 1:
+            stats.most_rows.clamp_(max=2)
+        return stats
+
+    with mock.patch.object(trainer.engine, "train", run):
+        result = train_step(trainer, own_batches(trainer, batch), 1)
+    return tries, result.loss, result.gradient_norm
+
+
+def test_a_step_is_repeated_until_the_rows_suffice(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *f"{EXPERTS} 2 --residual-mode ladder --global-batch-size 4".split()]
+    batch = steps_of_batches(1, 2)[0]
+    expected = gloo_pools(2).run(repeated_twice, argv, batch)
+    found = gloo_pools(2).run(repeated_twice, [*argv, CAPACITY, "1"], batch)
+    assert [tries for tries, *_ in expected] == [1, 1] and [tries for tries, *_ in found] == [3, 3]
+    assert [numbers for _, *numbers in found] == [numbers for _, *numbers in expected]
 
 
 def test_only_a_capacity_spares_the_host_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
