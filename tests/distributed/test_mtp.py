@@ -90,6 +90,8 @@ def test_every_wiring_and_layout(
         ("1x1x1", "--zero-stage 0"),
         ("2x1x2", "--zero-stage 1 --residual-mode ladder --sequence-parallel --recompute-granularity full"),
         ("1x2x2", "--zero-stage 0 --residual-mode ladder"),
+        # Both ranks have words.
+        ("2x2x1", "--zero-stage 0 --residual-mode ladder --sequence-parallel --vocab-size 400"),
         ("2x2x1", "--zero-stage 1 --tie-embeddings --mtp-detach-heads --pipeline-partition parameters"),
         ("1x2x2", "--zero-stage 1 --mtp-detach-heads --residual-mode ladder-parallel"),
         ("1x4x1", "--num-layers 6 --pipeline-partition parameters --mtp-before-final-norm"),
