@@ -1,8 +1,10 @@
 """Pipeline stages whose experts are divided over expert-parallel ranks: order of messages, losses and gradients."""
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.blueprint.wiring import WIRINGS as WIRINGS_BY_NAME
+from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.engine.engine import Engine, ModelInputs
 from megatron_ladder.model.language_model import LanguageModel, LossScales
@@ -62,11 +65,17 @@ class RecordingPipeline(CommGroup):
         return RecordedWork(super().start_receive(into, source), lambda: self.events.append(f".{number}"))
 
 
+def body_name(name: str) -> str:
+    """Return the letter and layer of `layers.3.attention`."""
+    _, layer, kind = name.split(".")
+    return LETTERS[SubBlockKind(kind)] + layer
+
+
 def events_of_a_stage(config: ModelConfig, chunks: Sequence[Sequence[range]], trains: bool, overlap: bool) -> str:
     """Return the events of one micro-batch in this rank's stage.
 
     They are those of `RecordingPipeline`, launches and waits of dispatches and combines, and of their gradients (`D`,
-    `d`, `C`, `c`), and bodies by layer: where they start (`A3`), and where the gradients of their weights are complete.
+    `d`, `C`, `c`), and starts of bodies by layer, forward (`A3`) and backward (`A3'`).
     """
     mesh = expert_mesh(1, 2, head_replicas(config, 1), len(chunks))
     experts = RecordingGroup(mesh.experts)
@@ -74,14 +83,16 @@ def events_of_a_stage(config: ModelConfig, chunks: Sequence[Sequence[range]], tr
     events = experts.events
     pipeline = RecordingPipeline(mesh.pipeline, events)
     mesh = replace(mesh, experts=experts, pipeline=pipeline)
-    model = LanguageModel(config, mesh, StackOptions(overlap), chunks=chunks[pipeline.rank], seed=1)
+
+    def span(activity: str) -> AbstractContextManager[None]:
+        name, _, what = activity.partition(" ")
+        events.extend([f"{body_name(name)}'"] if what == "backward" else [])
+        return nullcontext()
+
+    model = LanguageModel(config, mesh, StackOptions(overlap, span=span), chunks=chunks[pipeline.rank], seed=1)
     for step in itertools.chain.from_iterable(map(model.stack.sub_blocks, range(model.chunks))):
-        name = LETTERS[step.wired.kind] + step.name.split(".")[1]
-        step.body.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-        first = next(weight for name, weight in step.body.named_parameters() if "router" not in name)
-        first.register_post_accumulate_grad_hook(
-            lambda weight, name=name: events.extend([] if weight.grad is None else [f"{name}'"])
-        )
+        note = functools.partial(events.append, body_name(step.name))
+        step.body.register_forward_pre_hook(lambda *_, note=note: note())
     engine: Any = Engine(model, None, mesh, CPU)  # type: ignore[arg-type]
     ids = torch.arange(26).view(2, 13)
     batches: list[ModelInputs] = [(ids[:, :-1], ids[:, 1:], None, None, None, None)]
@@ -102,30 +113,30 @@ def model_of(model: str, layers: int) -> ModelConfig:
 
 
 # One layer in each of two stages. The first stage receives no state, and the last one no gradient.
-FIRST, LAST = "D A0 S0 d R0 C >0 c >1 .0 C c D R0' .1 S0' A0' d", ".0 A1 .1 D S1 d R1 C c C c D R1' S1' d >0 A1' >1"
+FIRST, LAST = "D A0 S0 d R0 C >0 c >1 .0 C c R0' D .1 S0' A0' d", ".0 A1 .1 D S1 d R1 C c C S1' c R1' D d >0 A1' >1"
 
 
 @pytest.mark.parametrize(
     ("model", "first", "last"),
     [
-        ("standard", "A0 D S0 d R0 C c >0 .0 C c D R0' S0' d A0'", ".0 A1 D S1 d R1 C c C c D R1' S1' d A1' >0"),
+        ("standard", "A0 D S0 d R0 C c >0 .0 C S0' c R0' D d A0'", ".0 A1 D S1 d R1 C c C S1' c R1' D d A1' >0"),
         ("ladder", FIRST, LAST),
         ("farskip", FIRST, LAST),
         (
             "ladder 2",
-            "D A0 S0 d R0 C >0 c >1 .0 C c D R0' .1 S0' A0' d",
-            ".0 D A1 S1 d R1 C .1 c C >0 c D R1' S1' A1' d >1",
+            "D A0 S0 d R0 C >0 c >1 .0 C c R0' D .1 S0' A0' d",
+            ".0 D A1 S1 d R1 C .1 c C >0 S1' c R1' D A1' d >1",
         ),
         (
             "ladder-parallel",
-            "D A0 d R0 C >0 c >1 .0 C c D R0' .1 A0' d",
-            ".0 D A1 d R1 C .1 c C >0 c D R1' A1' d >1",
+            "D A0 d R0 C >0 c >1 .0 C c R0' D .1 A0' d",
+            ".0 D A1 d R1 C .1 c C >0 A1' c R1' D d >1",
         ),
-        ("shortcut", "D A0 d R0 C S0 c >0 .0 C S0' c D R0' A0' d", ".0 D A1 d R1 C S1 c C S1' c D R1' A1' d >0"),
+        ("shortcut", "D A0 d R0 C S0 c >0 .0 C S0' c R0' D A0' d", ".0 D A1 d R1 C S1 c C S1' c R1' D A1' d >0"),
         (
             "longcat",
-            "A0 D M0 d R0 C B0 N0 c >0 .0 C N0' B0' c D R0' M0' d A0'",
-            ".0 A1 D M1 d R1 C B1 N1 c C N1' B1' c D R1' M1' d A1' >0",
+            "A0 D M0 d R0 C B0 N0 c >0 .0 C N0' B0' c R0' D M0' d A0'",
+            ".0 A1 D M1 d R1 C B1 N1 c C N1' B1' c R1' D M1' d A1' >0",
         ),
     ],
 )
@@ -143,14 +154,14 @@ def test_every_cut_has_its_messages(gloo_pools: GlooPools) -> None:
     """Three stages, the first of which has two layers, and two stages of two chunks."""
     three = [[range(0, 2)], [range(2, 3)], [range(3, 4)]]
     first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, model_of("farskip", 4), three, True, True)
-    assert first == "D A0 S0 d R0 C A1 c D S1 d R1 C >0 c >1 .0 C c D R1' .1 S1' d C A1' c D R0' S0' A0' d"
-    assert middle == ".0 A2 .1 D S2 d R2 C >0 c >1 .2 C c D R2' .3 S2' d >2 A2' >3"
-    assert last == ".0 A3 .1 D S3 d R3 C c C c D R3' S3' d >0 A3' >1"
+    assert first == "D A0 S0 d R0 C A1 c D S1 d R1 C >0 c >1 .0 C c R1' D .1 S1' d C A1' c R0' D S0' A0' d"
+    assert middle == ".0 A2 .1 D S2 d R2 C >0 c >1 .2 C c R2' D .3 S2' d >2 A2' >3"
+    assert last == ".0 A3 .1 D S3 d R3 C c C S3' c R3' D d >0 A3' >1"
     chunks = [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
     first, _, last, _ = gloo_pools(4).run(events_of_a_stage, model_of("farskip", 4), chunks, True, True)
-    backward = ".2 C c D R2' .3 S2' d >4 A2' >5 .4 C c D R0' .5 S0' A0' d"
+    backward = ".2 C c R2' D .3 S2' d >4 A2' >5 .4 C c R0' D .5 S0' A0' d"
     assert first == f"D A0 S0 d R0 C >0 c >1 .0 A2 .1 D S2 d R2 C >2 c >3 {backward}"
-    backward = "C c D R3' S3' d >2 A3' >3 .4 C c D R1' .5 S1' d >4 A1' >5"
+    backward = "C S3' c R3' D d >2 A3' >3 .4 C c R1' D .5 S1' d >4 A1' >5"
     assert last == f".0 A1 .1 D S1 d R1 C >0 c >1 .2 A3 .3 D S3 d R3 C c {backward}"
 
 
@@ -158,14 +169,14 @@ def test_an_output_passes_through_a_stage(gloo_pools: GlooPools) -> None:
     """The last stage is the first one that sees the experts of layer 0, and receives them from the one before it."""
     stages = [[range(0, 2)], [range(2, 3)], [range(3, 4)]]
     first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, model_of("ladder 4", 4), stages, True, True)
-    assert first == "D A0 D S0 d R0 C A1 S1 d R1 C >0 c c >1 >2 .0 C c .1 C D R1' .2 S1' A1' c D R0' S0' A0' d d"
-    assert middle == ".0 D A2 S2 d R2 C .1 >0 .2 c >1 >2 .3 C c .4 >3 .5 >4 D R2' S2' A2' d >5"
-    assert last == ".0 D A3 S3 d R3 C .1 .2 c C >0 >1 c D R3' S3' A3' d >2"
+    assert first == "D A0 D S0 d R0 C A1 S1 d R1 C >0 c c >1 >2 .0 C c .1 C R1' D .2 S1' A1' c R0' D S0' A0' d d"
+    assert middle == ".0 D A2 S2 d R2 C .1 >0 .2 c >1 >2 .3 C c .4 >3 .5 >4 R2' D S2' A2' d >5"
+    assert last == ".0 D A3 S3 d R3 C .1 .2 c C >0 >1 S3' c R3' D A3' d >2"
 
 
 def test_without_overlap_everything_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
     events = gloo_pools(4).run(events_of_a_stage, model_of("farskip", 2), [[range(0, 1)], [range(1, 2)]], True, False)
-    first, last = "A0 S0 D d R0 C c >0 >1 .0 .1 C c R0' D d S0' A0'", ".0 .1 A1 S1 D d R1 C c C c R1' D d S1' A1' >0 >1"
+    first, last = "A0 S0 D d R0 C c >0 >1 .0 .1 C c D d", ".0 .1 A1 S1 D d R1 C c C c D d >0 >1"
     assert events == [first, first, last, last]
 
 
@@ -197,6 +208,7 @@ def run_stages(
         for part in micro_batches(own, how.micro_batches)
     ]
     losses, sums = engine.run_passes(inputs, trains=True, scales=scales)
+    assert model.stack.messages.stream is None, "messages of a pass are kept"
     loss = torch.stack([*losses, sums.losses.sum() / all_tokens]).sum().view(1)
     for group in (mesh.pipeline, mesh.data):
         group.all_reduce(loss)
