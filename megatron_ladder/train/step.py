@@ -151,7 +151,9 @@ def _sum_over_ranks(trainer: Trainer, stats: StepStats, scales: LossScales, numb
     ranks_that_lack_rows, *summed_numbers = sums[len(replicated) :]
     named_losses = dict(zip(model.extra_losses, others, strict=False))
     loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(stats.loads.shape)
-    return _Sums(gradients, norm, loss, named_losses, loads, ranks_that_lack_rows > 0, summed_numbers)
+    # Without a number of rows to exceed, a dry run, whose numbers are all 1, would repeat its step for ever.
+    is_short = model.expert_capacity is not None and ranks_that_lack_rows > 0
+    return _Sums(gradients, norm, loss, named_losses, loads, is_short, summed_numbers)
 
 
 def _raise_expert_capacity(trainer: Trainer, stats: StepStats) -> int:

@@ -150,10 +150,17 @@ def test_memory_of_experts_is_that_of_the_planner(
     assert_planned_memory(capsys, ranks, words, samples=2)
 
 
-def test_divided_experts_are_rejected() -> None:
-    words = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 2"
-    with pytest.raises(UserError, match="--expert-model-parallel-size 2: a dry run chooses no experts"):
-        dry_run(parse_run([*RECIPE, *words.split()]), 2)
+def test_memory_of_divided_experts_is_that_of_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two groups of expert-parallel ranks, which receive a quarter more rows than they send."""
+    words = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --num-experts 16 "
+        "--moe-router-topk 4 --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 1024 --hidden-size 512 "
+        "--num-attention-heads 8 --num-layers 2 --vocab-size 512 --micro-batch-size 2 --global-batch-size 8"
+    )
+    dry_run(parse_run([*LARGER, *words.split()]), 8)
+    report = capsys.readouterr().out
+    assert "*** stage" not in report and "launches of 8 ranks" in report, report
+    assert "all_to_all" in report and "group 'experts' of ranks 0-3" in report, report
 
 
 @pytest.mark.parametrize("value", [128, 96, 160])

@@ -107,6 +107,20 @@ CLUSTERS = {
         "--moe-layers 0-2 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
         is_slow=True,
     ),
+    "experts over tensor- and data-parallel ranks": Cluster(
+        8,
+        2,
+        f"--bf16 --residual-mode farskip --num-layers 2 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --micro-batch-size 1 "
+        "--global-batch-size 8",
+    ),
+    "experts over ranks of two stages, recomputed": Cluster(
+        8,
+        8,
+        f"--bf16 --residual-mode ladder --num-layers 4 {EXPERTS} --moe-layers 1-3 --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 2 --recompute-granularity full --micro-batch-size 1 --global-batch-size 16",
+        is_slow=True,
+    ),
     "latents, gates and experts": Cluster(
         8,
         2,

@@ -15,7 +15,8 @@ from torch.autograd import Function
 # Importing this module registers the backend "fake", whose groups of any size exist in one process.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ladder_lab.dry_run.recorder import Recorder
+from ladder_lab.cost.memory import Layout
+from ladder_lab.dry_run.recorder import ExpertRows, Recorder
 from ladder_lab.dry_run.replay import RankProgram
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig
@@ -76,7 +77,7 @@ def run_rank(run: RunConfig, rank: int) -> RankRecord:
     """Build a rank, run two steps, and return what it did. The process cannot run anything else afterwards."""
     # DeepSpeed prints its memory, of this host.
     sys.stdout = io.StringIO()
-    recorder = Recorder(rank)
+    recorder = Recorder(rank, _expert_rows(run))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     # Only a GPU's driver can lock memory.
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
@@ -117,6 +118,12 @@ def run_rank(run: RunConfig, rank: int) -> RankRecord:
                 memory.mark("optimizer", _optimizer_tensors(engine.optimizer))
                 memory.mark_others("buffers")
     return RankRecord(recorder.program, last_step, memory.peak(start, "activations"), recorder.waits)
+
+
+def _expert_rows(run: RunConfig) -> ExpertRows:
+    layout = Layout.of(run)
+    tokens = run.training.seq_length * run.training.micro_batch_size // layout.tensor
+    return ExpertRows(layout.experts, tokens * run.model.moe_router_topk, layout.imbalance)
 
 
 def _optimizer_tensors(optimizer: ZeroOptimizer) -> Iterator[Tensor]:

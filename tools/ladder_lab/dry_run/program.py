@@ -58,11 +58,11 @@ def dry_run(settings: Settings, ranks: int, output: Path | None = None) -> None:
 def _unsupported(run: RunConfig) -> Iterator[str]:
     if run.parallel.offload_optimizer == "cpu":
         yield "--offload-optimizer cpu: a dry run counts no memory of the host: leave it out"
-    experts = run.parallel.expert_model_parallel_size
-    if experts > 1:
+    capacity = run.parallel.moe_expert_capacity
+    if capacity is not None:
         yield (
-            f"--expert-model-parallel-size {experts}: a dry run chooses no experts, and so does not know how many "
-            "tokens a rank receives: leave it out"
+            f"--moe-expert-capacity {capacity}: a dry run chooses no experts, and so does not know whether a step is "
+            "repeated: leave it out"
         )
     optimizer = run.optimizer.optimizer
     if optimizer_kind(optimizer).needs_whole_gradients:
@@ -123,19 +123,26 @@ def _all_programs(run: RunConfig, recorded: Mapping[int, RankProgram]) -> dict[i
         if rank not in programs:
             replica = rank // tensor % data
             first = recorded[rank - replica * tensor]
-            moved = [_moved(communicator, tensor, data, replica) for communicator in first.communicators]
+            moved = [_moved(communicator, run, replica) for communicator in first.communicators]
             programs[rank] = RankProgram(moved, first.collectives)
     return programs
 
 
-def _moved(communicator: Communicator, tensor: int, data: int, replica: int) -> Communicator:
+def _moved(communicator: Communicator, run: RunConfig, replica: int) -> Communicator:
     """Return the communicator that another data-parallel rank uses instead."""
-    replicas = {rank // tensor % data for rank in communicator.ranks}
+    tensor = run.parallel.tensor_model_parallel_size
+    experts = run.parallel.expert_model_parallel_size
+    replicas = {rank // tensor % run.data_parallel_size for rank in communicator.ranks}
+    distance = replica * tensor
     if replicas == {0}:
-        return Communicator(communicator.name, tuple(rank + replica * tensor for rank in communicator.ranks))
+        return communicator.moved(distance)
     # Groups over all data-parallel ranks are their own.
-    assert len(replicas) == data, f"{communicator} has a part of the data-parallel ranks"
-    return communicator
+    if len(replicas) == run.data_parallel_size:
+        return communicator
+    assert experts > tensor, f"{communicator} has a part of the data-parallel ranks"
+    # Ranks that divide the experts are neighbours; the others have the same experts.
+    are_neighbours = communicator.ranks[-1] - communicator.ranks[0] < len(communicator.ranks)
+    return communicator.moved(distance - distance % experts if are_neighbours else distance % experts)
 
 
 def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankRecord]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Tensors of the meta device have shapes and no data. A `Recorder` sees every operator, so the records hold DeepSpeed's
 operations as well. Collectives do nothing, and each number that the host reads from the device, such as the number of
-target tokens, is 1.
+target tokens, is 1, apart from the numbers of tokens that travel to experts.
 """
 
 import re
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,25 @@ _SOURCES = ("root_rank", "dst", "src")
 _PACKAGE = Path(megatron_ladder.__file__).parent
 
 
+class ExpertRows(NamedTuple):
+    """The rows that each expert-parallel rank sends and receives in an all-to-all, as no router chooses experts."""
+
+    ranks: int
+    sent: int
+    imbalance: float
+    """Received rows, relative to those that are sent."""
+
+    def are_read_from(self, tensor: Tensor) -> bool:
+        """Whether the host reads the numbers from this tensor: those for and from each rank."""
+        return tensor.shape == (2, self.ranks) and tensor.dtype is torch.int64
+
+    def numbers(self) -> Tensor:
+        """Return the numbers, [2, ranks]."""
+        sent = torch.arange(1, self.ranks + 1) * self.sent // self.ranks
+        received = (torch.arange(1, self.ranks + 1) * self.sent * self.imbalance / self.ranks).long()
+        return torch.stack([sent, received]).diff(dim=1, prepend=torch.zeros(2, 1, dtype=torch.int64))
+
+
 class Recorder(TorchDispatchMode):
     """While it is active, records the calling process as one rank.
 
@@ -38,8 +57,10 @@ class Recorder(TorchDispatchMode):
         memory: the allocations on the meta device.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, rows: ExpertRows | None = None) -> None:
+        """Prepare to record a rank; `rows` are those that divided experts exchange."""
         super().__init__()
+        self._rows = rows
         self.waits: list[str] = []
         self.memory = _MemoryLog()
         self._rank = rank
@@ -87,6 +108,8 @@ class Recorder(TorchDispatchMode):
             crosses = leaves or (args[0].is_cpu and device.type == "meta")
             if crosses and args[0].numel() > 0 and not kwargs.get("non_blocking", False):
                 self.host_waits()
+            if leaves and self._rows is not None and self._rows.are_read_from(args[0]):
+                return self._rows.numbers()
             if leaves:
                 return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         result = func(*args, **kwargs)
@@ -99,8 +122,9 @@ class Recorder(TorchDispatchMode):
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = dist.ProcessGroup.unbox(named["process_group"])
         source = next((int(named[name]) for name in _SOURCES if name in named), -1)
-        # `_allgather_base_` -> `all_gather`
-        kind = re.sub("^all", "all_", func._opname.strip("_").removesuffix("_base"))
+        # `_allgather_base_` -> `all_gather`, `alltoall_base_` -> `all_to_all`
+        kind = re.sub("^all(to)?", lambda found: "all_to_" if found[1] else "all_", func._opname.strip("_"))
+        kind = kind.removesuffix("_base")
         parts = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in args]
         # The root of a gather has the parts of all ranks as well.
         size = min(sum(tensor.nbytes for tensor in part) for part in parts if part)

@@ -30,6 +30,10 @@ class Communicator(NamedTuple):
     def __str__(self) -> str:
         return f"group '{self.name}' of {_short(self.ranks)}"
 
+    def moved(self, distance: int) -> "Communicator":
+        """Return the communicator of the ranks at this distance."""
+        return Communicator(self.name, tuple(rank + distance for rank in self.ranks))
+
 
 class Collective(NamedTuple):
     """One launch of a rank."""
