@@ -124,7 +124,7 @@ class LayerTime:
     model: ModelConfig
     machine: Machine
     layout: Layout
-    """Its stages and ZeRO stage do not matter here."""
+    """Its stages do not matter here."""
     sequence: int
     reduce_factor: float = 1.0
     all_to_all: AllToAll = ALL_TO_ALLS["nccl"]

@@ -149,12 +149,12 @@ def _fits(request: PlanRequest, num_bytes: float) -> bool:
 
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     """Return every layout that fits, fastest first, in every wiring."""
-    # The same for every pipeline, schedule, number of data-parallel ranks and ZeRO stage.
+    # The same for every pipeline, schedule and number of data-parallel ranks.
     layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
     for layout, wiring, memory in _pairs(request, only_fitting=True):
         data = layout.pipeline * layout.data
-        key = replace(layout, pipeline=1, chunks=1, data=data, zero=1, captures=True), wiring
+        key = replace(layout, pipeline=1, chunks=1, data=data, captures=True), wiring
         if key not in layer_times:
             layer_times[key] = layer_time(request, *key)
         times = layer_times[key]
