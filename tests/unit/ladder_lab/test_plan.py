@@ -1,6 +1,7 @@
 """tools/plan.py as a command: without torch, fast, and with all errors reported."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,26 @@ def test_a_model_is_a_name_a_directory_or_flags(
     assert others == [by_name] * 3
 
 
+def test_drafts_leave_less_of_the_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "inference --model 8b --tp 4 --batch 32 --link no-p2p".split()
+    main(words)
+    plain = capsys.readouterr().out
+    main([*words, "--draft-tokens", "3", "--accepted-length", "2.5"])
+    drafting = capsys.readouterr().out
+
+    def row(report: str, wiring: str) -> list[float]:
+        (found,) = re.findall(rf"\| {wiring} \| (\S+) \| \S+ \| (\S+) \| (\S+) \|", report)
+        return [*map(float, found)]
+
+    sentence = re.search(
+        r"standard generates (\S+) times as fast .* ladder gives (\S+) and the bound is (\S+)\. ", drafting
+    )
+    assert sentence is not None
+    assert float(sentence[1]) == pytest.approx(row(drafting, "standard")[0] / row(plain, "standard")[0], abs=0.006)
+    assert [float(sentence[2]), float(sentence[3])] == [row(plain, name)[2] for name in ("ladder", "no-comm")]
+    assert row(drafting, "ladder")[2] < row(plain, "ladder")[2]
+
+
 def test_a_plan_s_command_can_train_its_length(capsys: pytest.CaptureFixture[str]) -> None:
     main("--model 1b --gpus 8 --batch 8 --seq-length 16384".split())
     assert "--max-position-embeddings 16384" in capsys.readouterr().out
@@ -287,6 +308,12 @@ def test_a_plan_s_command_can_train_its_length(capsys: pytest.CaptureFixture[str
         ("--residual-mode ladder", "--residual-mode: wirings are compared: give --wirings"),
         ("inference --lanes 4", "--lanes: wirings are compared: leave it out"),
         ("--vocab-size 99 --mtp-num-layers 1", "--mtp-num-layers: plans do not include a drafting head: leave it out"),
+        ("inference --draft-tokens 1", "--draft-tokens 1 requires --accepted-length"),
+        ("inference --accepted-length 2", "--accepted-length 2.0 requires --draft-tokens"),
+        (
+            "inference --draft-tokens 1 --accepted-length 2.1",
+            "--accepted-length 2.1 is above --draft-tokens 1 + 1: give what a step accepts at most, or less",
+        ),
         ("inference --ladder-layers 99", "--ladder-layers 99: the upper 99 layers of 80 do not exist"),
         ("inference --ladder-layers none", "--ladder-layers none: the hybrid would be standard"),
         ("--num-layers 4 --hidden-size 100 --vocab-size 9", "--hidden-size 100 is not divisible by"),

@@ -15,11 +15,15 @@ with a GPU's memory and peak; the constants of kernels are those of an H100 and 
 With latent attention, a decode step multiplies the queries and the outputs of the heads by the matrix that expands
 latents. This takes as many products as expanding the latent of one token. Scores are products with whole latents.
 Prefill expands latents.
+
+A step that drafts K tokens computes K + 1 positions of the model for each sequence, which read matrices and states
+once, and K passes of the drafting head, each with a layer of the model's own kind, its all-reduces and the output head.
+It gives the accepted length of tokens.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
@@ -29,7 +33,7 @@ from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind
 from megatron_ladder.blueprint.model import ModelConfig, state_bytes
 from megatron_ladder.blueprint.specs import Branch, Role
-from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors
+from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors, mtp_tensors
 from megatron_ladder.blueprint.wiring import BranchKind
 
 BYTES = 2
@@ -90,6 +94,15 @@ class InferenceRequest:
     """An all-reduce takes so many times as long as the machine's; 0 leaves all of them out."""
     attention: Attention = "fused"
     """How attention is computed, unless it has latents: then it is always fused."""
+    draft_tokens: int = 0
+    """Tokens that the drafting head of the model proposes in each decode step."""
+    accepted_length: float = 1.0
+    """Tokens that a decode step gives on average, 1 to `draft_tokens` + 1."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that the model processes in a decode step."""
+        return self.batch * (self.draft_tokens + 1)
 
     def expands(self, mixer: Mixer) -> bool:
         """Return whether a mixer reads keys and values for each query head, and writes scores."""
@@ -143,18 +156,45 @@ def predict_inference(request: InferenceRequest) -> InferenceTimes:
     # The mean of all steps: attention covers the prompt and half of the new tokens.
     positions = request.prompt + request.new_tokens / 2
 
-    def decode_seconds(sub_block: SubBlockTensors, sub_blocks: int) -> float:
-        return _decode_seconds(request, sub_block, sub_blocks, positions)
-
-    step = _pass_seconds(request, request.batch, decode_seconds)
+    step = _decode_pass_seconds(request, layer_tensors(request.model), positions)
+    if request.draft_tokens:
+        step += request.draft_tokens * _draft_seconds(request, positions)
     prefill = _pass_seconds(
-        request, request.batch * request.prompt, lambda tensors, _: _prefill_seconds(request, tensors)
+        request,
+        layer_tensors(request.model),
+        request.batch * request.prompt,
+        lambda tensors, _: _prefill_seconds(request, tensors),
     )
-    return InferenceTimes(prefill, (request.new_tokens - 1) * step)
+    return InferenceTimes(prefill, (request.new_tokens - 1) / request.accepted_length * step)
 
 
-def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[SubBlockTensors, int], float]) -> float:
-    """Return the time of a forward pass of so many tokens.
+def _draft_seconds(request: InferenceRequest, positions: float) -> float:
+    """Return the time of a pass of the drafting head for one token of each sequence."""
+    head = mtp_tensors(request.model)
+    assert head is not None
+    one = replace(request, draft_tokens=0)
+    projection = head.eh_proj.local_numel(request.ranks) * request.weight_bits / 8 / _read_rate(request)
+    return projection + _decode_pass_seconds(one, [head.sub_blocks], positions)
+
+
+def _decode_pass_seconds(
+    request: InferenceRequest, layers: Sequence[Sequence[SubBlockTensors]], positions: float
+) -> float:
+    return _pass_seconds(
+        request,
+        layers,
+        request.step_tokens,
+        lambda sub_block, sub_blocks: _decode_seconds(request, sub_block, sub_blocks, positions),
+    )
+
+
+def _pass_seconds(
+    request: InferenceRequest,
+    layers: Sequence[Sequence[SubBlockTensors]],
+    tokens: int,
+    seconds_of: Callable[[SubBlockTensors, int], float],
+) -> float:
+    """Return the time of a forward pass of so many tokens through layers and output head.
 
     `seconds_of`: (sub-block, sub-blocks of its layer) -> seconds.
     """
@@ -166,7 +206,7 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
             sub_block.wired.missing,
             joins_next=sub_block.wired.joins_next,
         )
-        for sub_blocks in layer_tensors(request.model)
+        for sub_blocks in layers
         for sub_block in sub_blocks
     ]
     contention = request.machine.contention_of(BYTES * tokens * request.model.hidden_size) if reduce else 0.0
@@ -211,14 +251,14 @@ def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_b
         kind = "parallel"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
     for branch in sub_block.branches:
-        reading = _weights_read(branch, request.batch, request.ranks) * request.weight_bits / 8 / rate
-        flops = 2 * branch.weights_per_token(request.ranks) * request.batch
+        reading = _weights_read(branch, request.step_tokens, request.ranks) * request.weight_bits / 8 / rate
+        flops = 2 * branch.weights_per_token(request.ranks) * request.step_tokens
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
         if branch.mixer:
             loading = _state_bytes(request, branch.mixer, positions) / request.machine.gpu.memory_bytes_per_second
-            computing = branch.mixer.decode_flops(positions) / request.ranks
+            computing = (request.draft_tokens + 1) * branch.mixer.decode_flops(positions) / request.ranks
             seconds += request.batch * max(loading, computing / (FLOPS_SHARE * request.machine.gpu.peak_flops))
     return seconds
 

@@ -45,8 +45,20 @@ def print_inference(
     tp = options.tp
     errors = tensor_parallel_errors(model, tp)
     raise_user_errors(f"--tp {tp} does not divide {name}: {error}" for error in errors)
-    sizes = options.batch, options.prompt, options.generate, options.weight_bits
-    request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes, attention=options.attention)
+    if options.draft_tokens:
+        model = replace(model, mtp_num_layers=1)
+    request = InferenceRequest(
+        model,
+        machine_options.machine(tp),
+        tp,
+        options.batch,
+        options.prompt,
+        options.generate,
+        options.weight_bits,
+        attention=options.attention,
+        draft_tokens=options.draft_tokens or 0,
+        accepted_length=options.accepted_length or 1.0,
+    )
     # Predictions, also with the all-reduces of servers, which use NCCL between boxes.
     late = _hybrid_layers(model, ladder_layers)
     models = _wirings(model, tp, late)
@@ -67,6 +79,8 @@ def print_inference(
     sentence = _answer(request, predictions, late)
     if fast is not None and _fits(request):
         sentence += f" {_one_shot_answer(request, fast, with_one_shot)}"
+    if request.draft_tokens and _fits(request):
+        sentence += f" {_drafting_answer(request, predictions, models)}"
     if _fits(request):
         rows = [
             {
@@ -170,6 +184,20 @@ def _one_shot_answer(
     return (
         f"With the all-reduces of SGLang or vLLM (one-shot, {after:.0f} us instead of {before:.0f}), ladder gives "
         f"{ladder}, ladder-parallel {parallel}; the bound is {bound}."
+    )
+
+
+def _drafting_answer(
+    request: InferenceRequest, predictions: Mapping[str, _Prediction], models: Mapping[str, ModelConfig]
+) -> str:
+    """Say in two sentences what drafts give, and what they leave of the gain of late reads."""
+    without = _predict_wirings(replace(request, draft_tokens=0, accepted_length=1.0), models)
+    drafting, plain = predictions["standard"].tokens_per_second, without["standard"].tokens_per_second
+    ladder, bound = (f"{without[name].speed_up:.2f}" for name in ("ladder", "no-comm"))
+    return (
+        f"With {request.draft_tokens} drafted and {request.accepted_length:g} accepted tokens a step, standard "
+        f"generates {drafting / plain:.2f} times as fast as without drafts, where ladder gives {ladder} and the bound "
+        f"is {bound}."
     )
 
 

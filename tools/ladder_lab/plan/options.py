@@ -21,7 +21,7 @@ from megatron_ladder.blueprint.optimizers import OptimizerName
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES, WIRING_FIELDS
 from megatron_ladder.command_line import flag_words, parse_command_line, take_subcommand
 from megatron_ladder.errors import Problem, UserError, expected_one_of
-from megatron_ladder.flags import Check, flag, section_flags
+from megatron_ladder.flags import Check, flag, rule, section_flags
 
 _GPU_FLAGS = ("gpu_memory_gb", "memory_bandwidth_gbs", "peak_tflops")
 """The figures that describe a GPU without the help of its name."""
@@ -222,6 +222,10 @@ class InferenceOptions:
     """New tokens of each request."""
     weight_bits: float = flag(16, minimum=1, maximum=16)
     """Bits of a weight of the layers: 16, 8 or 4; 4.5 with scales of groups."""
+    draft_tokens: int | None = flag(None, minimum=1, requires="accepted_length")
+    """Tokens that a drafting head proposes in each decode step."""
+    accepted_length: float | None = flag(None, minimum=1, requires="draft_tokens")
+    """Tokens that such a step gives on average, as tools/generate.py --draft mtp reports."""
     attention: Attention = "fused"
     """fused: kernels of today, which read the keys and values of a position once and write no scores; expanded: the
     program of the paper, which reads them for each query head, and in prefill writes its scores to memory."""
@@ -231,6 +235,13 @@ class InferenceOptions:
     checks = (
         Check(_model_problems, ("model", "given")),
         Check(partial(_wiring_problems, {*_WIRING_FLAGS} - {"ladder_layers"}, "leave it out"), ("given",)),
+        rule(
+            lambda draft_tokens, accepted_length: (
+                None not in (draft_tokens, accepted_length) and accepted_length > draft_tokens + 1
+            ),
+            "{accepted_length} is above {draft_tokens} + 1",
+            "give what a step accepts at most, or less",
+        ),
     )
 
 

@@ -42,6 +42,19 @@ def test_wirings_differ_by_their_reduces_and_their_adds() -> None:
     assert step(hybrid) == pytest.approx((step(ladder) + step(request)) / 2, rel=0.03)
 
 
+def test_a_step_with_drafts_reads_the_model_once_and_the_head_for_each() -> None:
+    drafting = replace(REQUEST, model=replace(LLAMA, mtp_num_layers=1), draft_tokens=2, accepted_length=2.5)
+    rate = 0.923 * 3.35e12
+    outside = 2 * 4096 * 128256 / rate + (inference.TOKEN + inference.SAMPLE) * 1e-6
+    # Three tokens compute for less time than the matrices take from memory.
+    layer = (step(REQUEST) - outside) / 32
+    draft = 2 * 2 * 4096 * 4096 / rate + layer + outside
+    assert 2.5 * step(drafting) == pytest.approx(step(REQUEST) + 2 * draft, rel=1e-3)
+    # Those of many short sequences compute longer.
+    many = replace(drafting, batch=512, prompt=16, new_tokens=17)
+    assert 2.5 * step(many) > 2.5 * step(replace(many, draft_tokens=0, accepted_length=1.0))
+
+
 def test_memory_of_a_rank() -> None:
     request = replace(REQUEST, ranks=16, batch=3)
     memory = inference_memory(request)
