@@ -124,10 +124,26 @@ class GradientSink:
         return None
 
 
+class _LateProduct(Function):
+    """Its backward computes the gradient of a weight.
+
+    So nothing else refers to the gradient, and autograd takes it without a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor:
+        ctx.product = product
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.product(), None
+
+
 def _accumulate(weight: Tensor, product: Callable[[], Tensor | None]) -> None:
-    gradient = product()
-    if gradient is not None:
-        run_backward((get_gradient_edge(weight),), (gradient,))
+    with torch.enable_grad():
+        result: Tensor = _LateProduct.apply(weight, product)
+    run_backward((get_gradient_edge(result),), (result.detach(),))
 
 
 class LinearFunction(Protocol):

@@ -51,6 +51,39 @@ def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     assert x.grad is None and (weight.grad is None) == summed == (len(found) == 1)
 
 
+def test_products_wait_until_the_sink_catches_up() -> None:
+    sink = GradientSink()
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    output = linear(x, weight, None, sink=sink)
+    gradient, expected = torch.randn_like(output), x.detach()
+    with sink.deferring():
+        output.backward(gradient)
+        assert weight.grad is None
+        assert x.grad is not None
+        sink.catch_up()
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, gradient.t() @ expected)
+        linear(x, weight, None, sink=sink).backward(gradient)
+    torch.testing.assert_close(weight.grad, 2 * gradient.t() @ expected)
+    linear(x, weight, None, sink=sink).backward(gradient)
+    torch.testing.assert_close(weight.grad, 3 * gradient.t() @ expected)
+
+
+def test_late_gradients_are_not_copied() -> None:
+    sink, weight = GradientSink(), torch.randn(5, 4, requires_grad=True)
+    addresses = list[int]()
+
+    def product() -> Tensor:
+        gradient = torch.randn(5, 4)
+        addresses.append(gradient.data_ptr())
+        return gradient
+
+    with sink.deferring():
+        assert sink.take(weight, product) is None
+    assert weight.grad is not None
+    assert [weight.grad.data_ptr()] == addresses
+
+
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     group = DoublingGroup([])
     launch = StreamLayout(group).start_write
