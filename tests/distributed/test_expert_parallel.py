@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ladder_lab.cost.divided_experts import Schedule, forward_events
+from ladder_lab.cost.links import SubBlockTime
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
+from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import WIRINGS as WIRINGS_BY_NAME
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.group import CommGroup
@@ -327,6 +330,29 @@ def events(
     return forward, " ".join(map(mirrored, group.events))
 
 
+def planned_events(config: ModelConfig) -> str:
+    """Return the events of a forward pass in the step-time model, named as those of `events`."""
+    wired = [
+        (layer, sub_block.wired) for layer, of_layer in enumerate(layer_tensors(config, True)) for sub_block in of_layer
+    ]
+    blocks = [
+        SubBlockTime(1.0, one.moves_tokens, one.missing, read_seconds=one.moves_tokens, moves_tokens=one.moves_tokens)
+        for _, one in wired
+    ]
+    names = []
+    for action, what, position in forward_events(blocks, Schedule()):
+        layer, one = wired[position]
+        body = f"{LETTERS[one.kind]}{layer}"
+        if what == "work":
+            names.append(body)
+        elif what == "projection" and not one.moves_tokens:
+            names.append(body.lower())
+        elif one.moves_tokens and what != "projection":
+            kind = "D" if what == "input" else "C"
+            names.append(f"{kind if action == 'launch' else kind.lower()}{layer}")
+    return " ".join(names)
+
+
 @pytest.mark.parametrize(
     ("model", "forward", "backward"),
     [
@@ -388,6 +414,7 @@ def test_tokens_travel_under_other_sub_blocks(gloo_pools: GlooPools, model: str,
         **ROUTED,
         moe_shared_expert_intermediate_size=0 if model == "longcat" or model.endswith("-routed") else 8,
     )
+    assert planned_events(config) == forward
     for training in (True, False):
         for found, mirrored in gloo_pools(2).run(events, config, 1, 0, training):
             assert found == re.sub(r"D(\d)", r"K\1 k\1 D\1", forward)

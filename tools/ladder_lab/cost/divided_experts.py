@@ -16,7 +16,7 @@ Each group of ranks has a serial wire. A dense sub-block gathers its input and r
 sequence parallelism, which tensor parallelism needs here.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -108,18 +108,14 @@ class _ForwardOrder:
                 continue
             if self._next_input == position:
                 yield from self._read()
-            inputs = self._inputs_ahead(position)
-            if all(self._has_flown(output, position) for output in self._arriving(inputs)):
-                yield from self._read_all(inputs)
-                inputs = range(0)
-            elif any(output >= position for output in self._arriving(inputs)):
-                inputs = range(0)
+            yield from self._read_ahead(position, self._has_flown)
             yield Event("wait", "input", position)
             yield Event("compute", "work", position)
-            yield from self._read_all(inputs)
             if self._runs_inside(position):
                 done.add(position + 1)
                 yield from self._run(position + 1)
+            else:
+                yield from self._read_ahead(position, self._has_flown_or_is_next)
             yield Event("compute", "projection", position)
             yield from self._leave(position)
         for output in sorted(self._pending):
@@ -145,23 +141,27 @@ class _ForwardOrder:
                 yield Event("wait", "output", output)
         yield Event("launch", "input", position)
 
-    def _read_all(self, inputs: range) -> Iterator[Event]:
-        for _ in inputs:
-            yield from self._read()
-
-    def _arriving(self, inputs: range) -> list[int]:
-        return [output for position in inputs for output in self._plan.arriving(position)]
+    def _read_ahead(self, position: int, is_ready: Callable[[int, int], bool]) -> Iterator[Event]:
+        """Read what is next to be read, if all outputs that it sees are ready."""
+        inputs = self._inputs_ahead(position)
+        if all(is_ready(output, position) for one in inputs for output in self._plan.arriving(one)):
+            for _ in inputs:
+                yield from self._read()
 
     def _inputs_ahead(self, position: int) -> range:
         """Return the inputs up to the next one whose tokens travel, or else the next one that ranks gather."""
         if not self._reads_ahead:
             return range(0)
         further = range(self._next_input, len(self._blocks))
-        moving = next((ahead for ahead in further if self._blocks[ahead].moves_tokens), None)
-        if moving is not None and all(output < position for output in self._arriving(range(further.start, moving + 1))):
-            return range(further.start, moving + 1)
+        for ahead in further:
+            if self._blocks[ahead].moves_tokens:
+                inputs = range(further.start, ahead + 1)
+                if all(output < position for one in inputs for output in self._plan.arriving(one)):
+                    return inputs
+                break
         # A gather; without one, an early wait would gain nothing.
-        return further[:1] if further and self._blocks[further.start].read_seconds else range(0)
+        gathers = further.start == position + 1 < len(self._blocks) and self._blocks[position + 1].read_seconds > 0
+        return further[:1] if gathers else range(0)
 
     def _has_flown(self, output: int, position: int) -> bool:
         """Whether an output has arrived before the sub-block at a position, or a whole sub-block has hidden it."""
@@ -169,13 +169,18 @@ class _ForwardOrder:
             return output < position
         return self._blocks[output].reduce_seconds == 0 or output < position - 1
 
+    def _has_flown_or_is_next(self, output: int, position: int) -> bool:
+        """Whether an output has flown, or the next sub-block waits for it."""
+        is_next = output < position and self._plan.arrivals[output] == position + 1
+        return is_next or self._has_flown(output, position)
+
     def _runs_inside(self, position: int) -> bool:
         """Whether the next sub-block's experts run in the middle of this one."""
         experts = position + 1
         if not self._reads_ahead or experts == len(self._blocks) or not self._blocks[experts].moves_tokens:
             return False
-        is_read = self._next_input > experts
-        return is_read and self._plan.arrivals[experts] == experts + 1 and self._plan.arrivals[position] > experts
+        reads_same = not self._plan.arriving(experts) and self._plan.arrivals[position] > experts
+        return reads_same and self._plan.arrivals[experts] == experts + 1
 
 
 def pass_times(
