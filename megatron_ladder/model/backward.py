@@ -42,8 +42,8 @@ on, and overlaps with the sub-blocks in between. If that needs a wait which no w
 the middle of the sub-block before the experts. Experts that ran in the middle of a sub-block go backward there. In such
 models, gradients cross cuts complete, and those of experts' outputs ahead of the others (`cut.py`).
 
-Gradients of weights are needed last. They wait with their operands (`GradientSink`), and hide the next collective that
-is waited for, at most one layer later.
+Gradients of weights are needed last. Where nothing is in flight that their products could hide, these wait with their
+operands (`GradientSink`), and hide the next collective that is waited for.
 
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
@@ -363,6 +363,8 @@ class BackwardWalk:
         """The sums of the gradients that cross to the range before, by output that crosses."""
         self._started: dict[int, InFlight] = {}
         """Gradients of outputs that have been started ahead."""
+        self._running: InputGradient | None = None
+        """That of the sub-block whose body goes backward."""
         entered = reversed(record.plan.missing(record.first)) if record.state_trains else ()
         self._exchanged = deque(
             output for output in (*record.backward_order, *entered) if output in record.plan.complete
@@ -381,7 +383,7 @@ class BackwardWalk:
     def run(self, entered: torch.Size) -> Tensor | None:
         """Return the gradient of the state that entered the range, which has this shape, if it needs one."""
         late = self._record.late
-        with contextlib.nullcontext() if late is None else late.deferring():
+        with contextlib.nullcontext() if late is None else late.deferring(self._has_in_flight):
             return self._run(entered)
 
     def _run(self, entered: torch.Size) -> Tensor | None:
@@ -534,6 +536,13 @@ class BackwardWalk:
         self._hide(gradient.work)
         return gradient.wait()
 
+    def _has_in_flight(self) -> bool:
+        """Whether the gradient of an input or output is in flight."""
+        handles = [*self._started.values(), *(reduce.in_flight for reduce in self._reduces.values())]
+        if self._running is not None and self._running.in_flight is not None:
+            handles.append(self._running.in_flight)
+        return any(handle.work is not None for handle in handles)
+
     def _hide(self, work: Work | None) -> None:
         """Catch up before something in flight is waited for, unless that happens on another stream."""
         if work is not None and self._record.queue is None:
@@ -576,7 +585,9 @@ class BackwardWalk:
         if crosses:
             input_gradient.launch = leave_unreduced
         grad_losses = [self._losses[name] for name in graphs.losses]
+        outer, self._running = self._running, input_gradient
         run_backward((graphs.partial, *graphs.losses.values()), (gradient, *grad_losses))
+        self._running = outer
         if input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum, or nothing needs it.
             return

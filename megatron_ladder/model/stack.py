@@ -62,7 +62,7 @@ class StackOptions:
     mirrored_backward: bool = True
     """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
     late_weight_gradients: bool = True
-    """In the mirrored backward, compute gradients of weights where they hide the next wait."""
+    """In the mirrored backward, compute gradients of weights where they hide something in flight."""
     span: Span = no_span
     """Names sub-blocks for a profiler."""
 

@@ -95,11 +95,15 @@ class GradientSink:
     add: Callable[[Tensor, Tensor, Tensor], None] | None = None
     _late: list[Callable[[], None]] | None = None
     """Products that have not been computed; None where they are computed at once."""
+    _hides: Callable[[], bool]
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Keep the products that arise inside the block, with their operands, until `catch_up` or its end."""
-        self._late = []
+    def deferring(self, hides: Callable[[], bool]) -> Iterator[None]:
+        """Keep the products that arise inside the block, with their operands, until `catch_up` or its end.
+
+        `hides` returns whether a product would hide something in flight; then it is not kept.
+        """
+        self._late, self._hides = [], hides
         try:
             yield
             self.catch_up()
@@ -118,7 +122,7 @@ class GradientSink:
 
         ZeRO-3 releases a weight after its backward, so the products of those that it partitions are not kept.
         """
-        if self._late is None or hasattr(weight, "ds_id"):
+        if self._late is None or hasattr(weight, "ds_id") or self._hides():
             return product()
         self._late.append(functools.partial(_accumulate, weight, product))
         return None

@@ -372,34 +372,34 @@ def planned_events(config: ModelConfig) -> str:
         (
             "ladder",
             "D0 A0 a0 S0 s0 d0 R0 C0 A1 c0 D1 a1 S1 d1 R1 C1 s1 c1",
-            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 s0 a0 R0 S0 A0 d0",
+            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 R0 s0 S0 a0 A0 d0",
         ),
         (
             "ladder-routed",
             "D0 A0 a0 d0 R0 C0 A1 c0 D1 a1 d1 R1 C1 c1",
-            "C1 c1 D1 a1 R1 d1 C0 A1 c0 D0 a0 R0 A0 d0",
+            "C1 c1 D1 R1 a1 d1 C0 A1 c0 D0 R0 a0 A0 d0",
         ),
         # They travel under the experts of layer 0.
         (
             "staleness-2",
             "D0 A0 a0 D1 S0 s0 d0 R0 C0 A1 a1 S1 d1 R1 C1 s1 c0 c1",
-            "C1 C0 s1 c1 D1 a1 R1 S1 A1 c0 D0 s0 R0 S0 d1 a0 A0 d0",
+            "C1 C0 s1 c1 D1 R1 S1 a1 A1 c0 D0 R0 s0 S0 d1 a0 A0 d0",
         ),
-        ("ladder-parallel", "D0 A0 D1 a0 d0 R0 C0 A1 d1 R1 C1 a1 c0 c1", "C1 C0 a1 c1 D1 R1 A1 c0 D0 a0 R0 A0 d1 d0"),
+        ("ladder-parallel", "D0 A0 D1 a0 d0 R0 C0 A1 d1 R1 C1 a1 c0 c1", "C1 C0 a1 c1 D1 R1 A1 c0 D0 R0 a0 A0 d1 d0"),
         (
             "farskip",
             "D0 A0 a0 S0 s0 d0 R0 C0 A1 c0 D1 a1 S1 d1 R1 C1 s1 c1",
-            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 s0 a0 R0 S0 A0 d0",
+            "C1 s1 c1 D1 R1 S1 d1 C0 a1 A1 c0 D0 R0 s0 S0 a0 A0 d0",
         ),
         (
             "shortcut",
             "D0 A0 a0 d0 R0 C0 S0 s0 c0 D1 A1 a1 d1 R1 C1 S1 s1 c1",
-            "C1 s1 S1 c1 D1 a1 R1 A1 d1 C0 s0 S0 c0 D0 a0 R0 A0 d0",
+            "C1 s1 S1 c1 D1 R1 a1 A1 d1 C0 s0 S0 c0 D0 R0 a0 A0 d0",
         ),
         (
             "longcat",
             "A0 a0 D0 M0 m0 d0 R0 C0 B0 b0 N0 n0 c0 A1 a1 D1 M1 m1 d1 R1 C1 B1 b1 N1 n1 c1",
-            "C1 n1 b1 N1 B1 c1 D1 m1 R1 M1 d1 a1 C0 n0 b0 A1 N0 B0 c0 D0 m0 R0 M0 d0 a0 A0",
+            "C1 n1 N1 b1 B1 c1 D1 R1 m1 M1 d1 a1 C0 n0 N0 b0 B0 A1 c0 D0 R0 m0 M0 d0 a0 A0",
         ),
     ],
 )
@@ -430,14 +430,14 @@ def test_with_a_capacity_rows_fly_before_their_numbers_are_waited_for(gloo_pools
     ):
         for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, True, 24):
             assert forward == expected
-            assert backward == ("C1 c1 D1 a1 R1 d1 C0 A1 c0 D0 a0 R0 A0 d0" if training else "")
+            assert backward == ("C1 c1 D1 R1 a1 d1 C0 A1 c0 D0 R0 a0 A0 d0" if training else "")
 
 
 def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: GlooPools) -> None:
     """The numbers of rows are kept. Each layer dispatches again, combines, and dispatches, numbered from 3 to 0."""
     config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     for _, backward in gloo_pools(2).run(events, config, 1, 2, True):
-        assert backward == "D1 C1 d1 c1 D0 a1 D1 a1 R1 d0 C0 d1 A1 c0 D0 a0 a0 R0 A0 d0"
+        assert backward == "D1 C1 d1 c1 D0 R1 a1 D1 a1 d0 C0 A1 d1 c0 D0 R0 a0 a0 A0 d0"
 
 
 def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
