@@ -110,13 +110,20 @@ def test_the_models_and_references_of_the_tests_of_the_plugin(
     monkeypatch.setattr(models, "VARIANTS", {})
     monkeypatch.setattr(models, "EXPERT_VARIANTS", {})
     monkeypatch.setattr(models, "PLAIN", {"hy3": models.PLAIN["hy3"]})
+    monkeypatch.setattr(models, "HEADS", ("experts-farskip",))
+    monkeypatch.setattr(models, "HEADS_OF_VLLM", {"delta-ladder": models.WIRINGS["ladder"]})
     monkeypatch.setattr(models, "make_prompts", lambda: [[3, 1, 4]])
     models.write_everything(tmp_path)
     references = json.loads((tmp_path / "references.json").read_text())
     assert references["standard"] == references["llama"]
     assert {len(tokens) for (tokens,) in references.values()} == {models.NEW_TOKENS}
     assert len({tuple(tokens) for (tokens,) in references.values()}) == len(references) - 1
-    for name in (*references, "desync", "standard-int8", "llama-int8"):
+    drafts = json.loads((tmp_path / "drafts.json").read_text())
+    assert {name: len(of_model) for name, (of_model,) in drafts.items()} == dict.fromkeys(
+        ("experts-farskip", "delta-ladder"), models.NEW_TOKENS + 2
+    )
+    heads = [f"head-{name}" for name in (*drafts, "delta-ladder-ours")]
+    for name in (*references, *heads, "desync", "standard-int8", "llama-int8"):
         assert (tmp_path / name / "model.safetensors").is_file()
     for name in models.ADAPTED:
         assert (tmp_path / f"adapter-{name}" / "adapter_model.safetensors").is_file()
