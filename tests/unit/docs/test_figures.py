@@ -135,6 +135,35 @@ def test_the_tables_of_the_benchmark_are_those_of_its_files(heading: str, column
         assert ratios == expected
 
 
+@pytest.mark.parametrize(
+    ("heading", "columns", "files"),
+    [
+        (
+            "Training, as `standard / wiring (model)`.",
+            "standard-early-weights farskip staleness-2 shortcut",
+            ["train-ep", "train-ep-unshared"],
+        ),
+        ("The forward pass alone:", "farskip staleness-2 shortcut", ["forward-ep", "forward-ep-unshared"]),
+    ],
+)
+def test_the_tables_of_divided_experts_are_those_of_their_files(heading: str, columns: str, files: list[str]) -> None:
+    measured: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for name in files:
+        for row in json.loads((ROOT / "docs" / "benchmark" / f"{name}.json").read_text(encoding="utf-8")):
+            measured.setdefault((row["size"], row["alpha"]), {})[row["wiring"]] = row
+    expected = []
+    for (size, alpha), by_wiring in measured.items():
+        seconds = by_wiring["standard"]["alpha_seconds"]
+        found = [size, f"{alpha} = {1e3 * seconds:.2f} ms" if seconds else "0"]
+        found.append(f"{1e3 * by_wiring['standard']['median_seconds']:.1f}")
+        for wiring in columns.split():
+            row = by_wiring.get(wiring)
+            found.append("" if row is None else f"{row['ratio_to_standard']:.2f} ({row['predicted_ratio']:.2f})")
+            assert row is None or 0.004 <= row["spread"] < 0.125, wiring
+        expected.append(found)
+    assert table("docs/benchmark.md", heading) == expected
+
+
 @cache
 def tokens_per_second(size: str, wiring: str, batch: int, p2p: str, ranks: int = 8) -> float:
     """Predict the paper's setting."""
