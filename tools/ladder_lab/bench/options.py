@@ -84,6 +84,9 @@ class BenchmarkOptions:
     """Tokens of a sample; for decode, of the prompt."""
     tokens: int = flag(8, minimum=1)
     """Tokens decoded per timing."""
+    draft_tokens: int | None = flag(None, minimum=1)
+    """Tokens that a drafting head proposes in each decode step. Its weights are random, so all are wrong, and a step
+    gives one token."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
@@ -122,6 +125,8 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
         yield "--alpha requires --device cpu or --emulate: GPUs have their own interconnect"
     if options.ep and case not in TRAINING:
         yield f"--ep requires train or forward: {case} divides experts over tensor-parallel ranks"
+    if options.draft_tokens and case != "decode":
+        yield f"--draft-tokens {options.draft_tokens} requires decode"
     if options.ep and options.device == "cuda" and not options.emulate:
         yield "--ep requires --device cpu or --emulate"
     if not options.emulate and len(options.comm_sms) > 1:
@@ -134,7 +139,7 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
             yield f"--skew {text}: expected a time such as 3us"
     # Wires share captured steps, and so a conversation.
     timings = len(options.alpha) * len(options.skew) if options.emulate else 1
-    most = (POSITIONS - options.sequence - 1) // (timings * (options.rounds + 1))
+    most = (POSITIONS - options.sequence - 1 - (options.draft_tokens or 0)) // (timings * (options.rounds + 1))
     if case == "decode" and options.tokens > most:
         yield f"--tokens {options.tokens}: a conversation has {POSITIONS} positions, enough for {most} in each timing"
     for size in options.sizes:

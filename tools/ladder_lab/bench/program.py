@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,11 +50,15 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
 
 def _measure(case: Case, options: BenchmarkOptions, rank_info: RankInfo) -> list[BenchmarkRow]:
     device = start_ranks(options, rank_info)
-    workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph)
+    drafts = options.draft_tokens or 0
+    workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph, drafts)
     operations = select_case_operations(case, options.compile_sub_blocks, device)
     rows: list[BenchmarkRow] = []
     for size in options.sizes:
-        comparison = WiringComparison(options, find_size(size), rank_info, device, operations)
+        shape = find_size(size)
+        if drafts:
+            shape = replace(shape, mtp_num_layers=1)
+        comparison = WiringComparison(options, shape, rank_info, device, operations)
         prediction = comparison.calibrate(workload)
         if rank_info.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)

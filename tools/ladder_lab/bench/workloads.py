@@ -40,6 +40,8 @@ class Workload:
     tokens: int = 8
     cuda_graph: bool = False
     """Whether to replay captured steps in training and decoding, unless the host waits for the choice of experts."""
+    draft_tokens: int = 0
+    """Tokens that the drafting head proposes in a decode step."""
 
     @property
     def units(self) -> int:
@@ -71,7 +73,8 @@ class Workload:
             return
         captures = self.cuda_graph and not waits_for_choices(model)
         mesh = replace(mesh, tensor=model.group)
-        engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if captures else None)
+        new_graph = CudaStepGraph if captures else None
+        engine = GenerationEngine(model, mesh, new_graph=new_graph, draft_tokens=self.draft_tokens)
         if self.case == "prefill":
             yield lambda: engine.generate(requests(1))
             return

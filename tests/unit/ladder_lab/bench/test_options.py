@@ -52,6 +52,7 @@ def test_all_errors_are_reported_together() -> None:
             ["--tp 3 does not divide --sizes small: --num-attention-heads", "--tp 3 does not divide --sizes small"],
         ),
         ("train --ep 2 --tp 2", ["--tp 2 and --ep exclude each other"]),
+        ("prefill --draft-tokens 2", ["--draft-tokens 2 requires decode"]),
         (
             "decode --ep 3 --device cuda --sizes small",
             [

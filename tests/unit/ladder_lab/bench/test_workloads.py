@@ -71,6 +71,20 @@ def test_training_and_decode_steps_are_captured(
     assert any(had_gradients) is (case == "train") and all(one.grad is None for one in made["ladder"].parameters())
 
 
+def test_decode_steps_with_drafts_verify_them() -> None:
+    alone = CommGroup.alone()
+    shape = replace(SMALL, max_position_embeddings=32, mtp_num_layers=1)
+    made = build_models([VARIANTS["ladder"]], shape, ProcessMesh.single(), alone, alone, torch.float32, CPU)
+    model, lengths = made["ladder"], list[int]()
+    model.stack.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    with Workload("decode", 1, 8, 3, draft_tokens=2).prepare(model, ProcessMesh.single(), runs=2) as run:
+        run()
+        run()
+    prompt, *steps = lengths
+    assert prompt >= 8
+    assert steps == [3] * 6
+
+
 def test_a_pass_that_waits_for_experts_is_not_captured(monkeypatch: pytest.MonkeyPatch, graphs: list[Graph]) -> None:
     monkeypatch.setattr(workloads, "waits_for_choices", lambda model: True)
     weight = torch.nn.Linear(2, 2)
