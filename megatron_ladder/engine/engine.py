@@ -50,7 +50,7 @@ class Engine:
         Return the sums of this rank's passes, which the next step may overwrite.
         """
         if self.passes is not None:
-            run_slots = functools.partial(self._run_slots, micro_batches, True)
+            run_slots = functools.partial(self._run_slots, micro_batches, True, replays=True)
             captured = self.passes.run(self._slots(len(micro_batches), True), micro_batches, scales, run_slots)
             if captured is not None:
                 return captured
@@ -102,14 +102,16 @@ class Engine:
         pipeline = self._mesh.pipeline
         return make_schedule(pipeline.size, self._model.chunks, micro_batches, trains, self._lowest)[pipeline.rank]
 
-    def _run_slots(self, micro_batches: Sequence[ModelInputs], trains: bool, run_pass: RunPass) -> None:
+    def _run_slots(
+        self, micro_batches: Sequence[ModelInputs], trains: bool, run_pass: RunPass, replays: bool = False
+    ) -> None:
         inputs: dict[int, StageInputs] = {}
         states: dict[Pass, Tensor] = {}
-        """What is being received, whole."""
+        """Buffers of the states that are being received."""
         last_chunk = 0 if trains else self._model.chunks - 1
         stack = self._model.stack
         # Neither a graph nor autograd can wait for messages, or send them.
-        has_messages = stack.mirrors and self.passes is None
+        has_messages = stack.mirrors and not replays
 
         def run(work: Pass, arrivals: Sequence[Arrival], send: Send) -> Sequence[Tensor]:
             number = work.micro_batch

@@ -143,20 +143,23 @@ def make_schedule(
 class PassClock:
     """Measures how long a rank's passes take, with and without its waits for messages of other ranks.
 
-    On CUDA, events of the stream that computes mark the waits, so the host waits for nothing.
+    On CUDA, events of the stream that computes mark the waits, so the host waits for nothing. Waits on another stream
+    run under computation, and do not count.
     """
 
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
+        self._stream = torch.cuda.current_stream() if is_cuda else None
         self._marks: list[Any] = []
         """Begin and end of each stretch of passes, between which the rank waits."""
 
     def mark(self) -> None:
-        """Record the current time, on CUDA that of the current stream."""
-        mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
-        if self._is_cuda:
-            mark.record()
-        self._marks.append(mark)
+        """Record the current time, on CUDA that of the stream that computes, if it is the current one."""
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+        elif torch.cuda.current_stream() == self._stream:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
 
     def seconds(self) -> tuple[float, float]:
         """Return the seconds without and with waits; zeros without marks. The device must have run them all."""
@@ -226,6 +229,7 @@ def run_schedule(
             clock.mark()
             work.wait()
             clock.mark()
+        sent.clear()
 
     def run(work: Pass, send: Send) -> Sequence[Tensor]:
         arrivals = arriving.pop(work, [])
@@ -239,8 +243,8 @@ def run_schedule(
     for work, transfers in slots:
         targets = [transfer.target for transfer in transfers if transfer.source == pipeline.rank]
         receives = {transfer: allocate(transfer.read_by) for transfer in transfers if transfer.target == pipeline.rank}
-        for transfer, buffers in receives.items():
-            start_receives(transfer, buffers[:early])
+        for transfer in receives:
+            start_receives(transfer, receives[transfer][:early])
         earlier = sending
         sending = []
         messages: Sequence[Tensor] = ()
@@ -255,5 +259,6 @@ def run_schedule(
                     start_send(transfer.target, message)
             else:
                 start_receives(transfer, receives[transfer][early:])
+        receives.clear()
     wait_for(sending)
     clock.mark()

@@ -42,8 +42,8 @@ on, and overlaps with the sub-blocks in between. If that needs a wait which no w
 the middle of the sub-block before the experts. Experts that ran in the middle of a sub-block go backward there. In such
 models, gradients cross cuts complete, and those of experts' outputs ahead of the others (`cut.py`).
 
-Gradients of weights are needed last. Where nothing is in flight that their products could hide, these wait with their
-operands (`GradientSink`), and hide the next collective that is waited for.
+Gradients of weights are needed last. Where nothing is in flight that their products could hide, the products are kept
+with their operands (`GradientSink`), for up to one more sub-block, and hide the next collective that is waited for.
 
 Backward ends where nothing below trains. If the state that enters needs no gradient, and y_j are the outputs of
 sub-blocks with weights that train, then only inputs from the lowest f_j on need a gradient. Other inputs of sub-blocks
@@ -364,7 +364,7 @@ class BackwardWalk:
         self._started: dict[int, InFlight] = {}
         """Gradients of outputs that have been started ahead."""
         self._running: InputGradient | None = None
-        """That of the sub-block whose body goes backward."""
+        """The gradient of the input of the sub-block whose body goes backward."""
         entered = reversed(record.plan.missing(record.first)) if record.state_trains else ()
         self._exchanged = deque(
             output for output in (*record.backward_order, *entered) if output in record.plan.complete
@@ -410,7 +410,7 @@ class BackwardWalk:
     def _runs_inside(self, position: int, following: int) -> bool:
         record = self._record
         inside = runs_inside(record.steps, record.plan, record.first, position)
-        return inside and following == position - 1 and record.overlap
+        return inside and following == position - 1 and position in record.backward_order and record.overlap
 
     def _go_back(self, position: int, following: int | None) -> None:
         """Run the backward of a sub-block, and of the one that has run in its middle."""
@@ -429,6 +429,9 @@ class BackwardWalk:
         if middle is not None:
             # Not reached if nothing before it needs a gradient.
             middle.run_backward()
+        if record.late is not None:
+            # Operands are not kept for longer than the next sub-block.
+            record.late.step()
 
     def _entered_gradient(self, entered: torch.Size) -> Tensor:
         gradients: Sequence[Tensor | None] = self._crossing
@@ -463,8 +466,8 @@ class BackwardWalk:
         self._crossing[index] = unreduced if earlier is None else earlier + unreduced
 
     def _run_in_the_middle(self, position: int) -> None:
-        """Run the backward of the experts that have run in the middle of a sub-block, or start the gradients of outputs
-        of others that had to wait until then."""
+        """Run the backward of the experts that have run in the middle of a sub-block, or start the all-to-all of the
+        output gradient that `_start_ahead` has left for the middle."""
         if self._runs_inside(position + 1, position):
             self._go_back(position + 1, None)
         else:

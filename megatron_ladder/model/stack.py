@@ -62,7 +62,8 @@ class StackOptions:
     mirrored_backward: bool = True
     """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
     late_weight_gradients: bool = True
-    """In the mirrored backward, compute gradients of weights where they hide something in flight."""
+    """In the mirrored backward, keep products for gradients of weights, with their operands, for up to one more
+    sub-block, until they hide something in flight."""
     span: Span = no_span
     """Names sub-blocks for a profiler."""
 

@@ -290,7 +290,7 @@ class AutogradPass(NamedTuple):
         stream, started = input
         if started is None:
             if sub_block.body.middle is not None:
-                # Not inside of what is repeated.
+                # Before the checkpointed function, which backward repeats.
                 sub_block.body.middle.run_forward()
             (partial, stats, _), start = sub_block.compute(stream, self.context)
             return partial, start, stats

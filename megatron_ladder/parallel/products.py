@@ -24,7 +24,7 @@ used.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -95,7 +95,9 @@ class GradientSink:
     add: Callable[[Tensor, Tensor, Tensor], None] | None = None
     _late: list[Callable[[], None]] | None = None
     """Products that have not been computed; None where they are computed at once."""
-    _hides: Callable[[], bool]
+    _earlier: Sequence[Callable[[], None]] = ()
+    """Those from before the last `step`."""
+    _hides: Callable[[], bool] | None = None
 
     @contextmanager
     def deferring(self, hides: Callable[[], bool]) -> Iterator[None]:
@@ -108,21 +110,23 @@ class GradientSink:
             yield
             self.catch_up()
         finally:
-            self._late = None
+            self._late, self._earlier, self._hides = None, (), None
 
     def catch_up(self) -> None:
         """Compute the products that have been kept."""
-        if self._late:
-            late, self._late = self._late, []
-            for compute in late:
+        self.step()
+        self.step()
+
+    def step(self) -> None:
+        """Compute the products that were kept before the last step; so none is kept for more than two."""
+        if self._late is not None:
+            earlier, self._earlier, self._late = self._earlier, self._late, []
+            for compute in earlier:
                 compute()
 
     def take(self, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return the gradient of a weight that `product` computes, or None if it has added the gradient, or is kept.
-
-        ZeRO-3 releases a weight after its backward, so the products of those that it partitions are not kept.
-        """
-        if self._late is None or hasattr(weight, "ds_id") or self._hides():
+        """Return the gradient of a weight that `product` computes, or None if it has added the gradient, or is kept."""
+        if self._late is None or self._hides is None or self._hides():
             return product()
         self._late.append(functools.partial(_accumulate, weight, product))
         return None

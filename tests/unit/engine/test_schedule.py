@@ -314,6 +314,7 @@ def test_the_clock_separates_passes_from_waits(
     group, count = SlowGroup(range(2), 0, None), 3
     monkeypatch.setattr("time.perf_counter", lambda: group.now)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(group))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "computes")
     if is_cuda:
         monkeypatch.delattr("time.perf_counter")
 
@@ -329,6 +330,22 @@ def test_the_clock_separates_passes_from_waits(
     # The first chunk sends and receives no gradient of its input, and the second one receives its state as well.
     transfers = messages * count * (2 * chunks - 1)
     assert clock.seconds() == pytest.approx((busy, busy + transfers * (SEND + RECEIVE)))
+
+
+def test_waits_on_another_stream_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, streams = SlowGroup(range(2), 0, None), ["computes"]
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(group))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[0])
+    clock = PassClock(is_cuda=True)
+    clock.mark()
+    streams[0] = "side"
+    clock.mark()
+    group.advance(1.0)
+    clock.mark()
+    streams[0] = "computes"
+    group.advance(2.0)
+    clock.mark()
+    assert clock.seconds() == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(("value", "early"), [(None, True), ("", True), ("0", True), ("1", False)])

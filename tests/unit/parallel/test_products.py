@@ -1,5 +1,6 @@
 """The sum of an input's gradient starts before the weight's gradient; gradients of weights are added at once."""
 
+import functools
 from typing import Any
 from unittest.mock import Mock
 
@@ -72,6 +73,21 @@ def test_products_wait_until_the_sink_catches_up() -> None:
     torch.testing.assert_close(weight.grad, 3 * gradient.t() @ expected)
     linear(x, weight, None, sink=sink).backward(gradient)
     torch.testing.assert_close(weight.grad, 4 * gradient.t() @ expected)
+
+
+def test_no_product_is_kept_for_more_than_two_steps() -> None:
+    sink, weight, computed = GradientSink(), torch.randn(5, 4, requires_grad=True), list[int]()
+
+    def product(number: int) -> Tensor:
+        computed.append(number)
+        return torch.zeros(5, 4)
+
+    with sink.deferring(lambda: False):
+        for number in range(3):
+            sink.take(weight, functools.partial(product, number))
+            sink.step()
+            assert computed == [*range(number)]
+    assert computed == [0, 1, 2]
 
 
 def test_late_gradients_are_not_copied() -> None:
