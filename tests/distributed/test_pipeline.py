@@ -110,15 +110,16 @@ class Operations(TorchDispatchMode):
 def operations(argv: list[str], micro_batches: int) -> tuple[int, list[int]]:
     """On each rank: return the floating-point operations of a step, and how often each matrix received a gradient."""
     trainer = build_trainer_here(argv)
-    backward_passes: dict[int, int] = {}
-    for parameter in trainer.model.stack.parameters():
-        if parameter.dim() == 2:
-            backward_passes[id(parameter)] = 0
+    backward_passes = {id(weight): 0 for weight in trainer.model.stack.parameters() if weight.dim() == 2}
+    optimizer: Any = trainer.engine.optimizer
+    add = optimizer._add
 
-            def count(parameter: Tensor) -> None:
-                backward_passes[id(parameter)] += 1
+    def count(weight: Tensor, *args: Any) -> None:
+        if id(weight) in backward_passes:
+            backward_passes[id(weight)] += 1
+        add(weight, *args)
 
-            parameter.register_post_accumulate_grad_hook(count)
+    optimizer._add = count
     batches = own_batches(trainer, steps_of_batches(1, micro_batches)[0])
     with Operations() as operations:
         train_step(trainer, batches, 1)
