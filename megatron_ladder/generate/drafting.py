@@ -1,7 +1,7 @@
 """Drafts of the head of multi-token prediction, which the model verifies in one step.
 
 At a position, the head reads the stream of the model there and the next token, and predicts the one after. A step with
-two drafts; the last one has accepted d, and chosen e after it:
+two drafts; the previous step accepted d, and chose e after it:
 
     position             4       5       6       7       8
     token                c       d       e
@@ -31,7 +31,7 @@ class Drafter:
     """The drafting head of a model, for a batch of samples in slots.
 
     Attributes:
-        states: what the head's layer keeps, to be cut as those of the model.
+        states: what the head's layer keeps, whose columns later tokens overwrite.
         draft_tokens: drafts of a step.
     """
 
@@ -40,7 +40,7 @@ class Drafter:
         self._model, self._head, self.states, self.draft_tokens = model, head, states, draft_tokens
         shape = draft_tokens + 1, slots, model.config.hidden_size
         self._streams = torch.zeros(shape, dtype=model.compute_dtype, device=model.device)
-        """Of the model, at the positions of the newest pass; those of samples that begin are in the first row."""
+        """The model's streams at the positions of its newest pass; for samples that begin, in the first row."""
 
     def read_prompts(self, tokens: Tensor, streams: Tensor, positions: Tensor, states: States) -> None:
         """Process a part of prompts, of which all `tokens` are given; the arguments are those of the model's pass.

@@ -94,7 +94,7 @@ def open_model(
     if draft is None:
         stored = replace(stored, config=stored.config.without_mtp)
     elif not stored.config.mtp_num_layers:
-        reason = "{}: {directory} has no drafting head; leave it out, or train one with {mtp_num_layers}"
+        reason = "{}: {directory} has no drafting head of one layer; leave {} out, or train one with {mtp_num_layers}"
         raise UserError(Problem({"draft": draft}, reason, directory=stored.directory))
     warnings = [*stored.warnings]
     if given is not None:

@@ -40,9 +40,10 @@ class ModelOptions:
     """Positions of every prompt that one pass processes; by default all of them at once. Activations of long prompts
     need less memory in parts. --score has no parts."""
     draft: Literal["mtp"] | None = None
-    """Draft tokens with the model's drafting head, which a step verifies together. Greedy text stays the same; drawn
-    text has the same distribution, but other tokens for a seed."""
-    draft_tokens: int = flag(1, minimum=1, requires="draft")
+    """Draft tokens with the model's drafting head; each step verifies all drafts at once. Greedy text stays the same,
+    except where two tokens are almost equally likely; drawn text has the same distribution, but other tokens for a
+    seed."""
+    draft_tokens: int = flag(1, minimum=1, maximum=32, requires="draft")
     """Tokens to draft in each step; after the first, the head reads its own output."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs

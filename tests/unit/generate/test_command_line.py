@@ -234,10 +234,10 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
         (["--tokens", "1", "--chat"], "--tokens and --chat exclude each other"),
         (
             ["--tokens", "1", "--draft", "mtp"],
-            "--draft mtp: {model} has no drafting head; leave it out, or train one with",
+            "--draft mtp: {model} has no drafting head of one layer; leave --draft out, or train one with",
         ),
         (["--tokens", "1", "--draft-tokens", "2"], "--draft-tokens 2 requires --draft"),
-        (["--tokens", "1", "--draft", "mtp", "--draft-tokens", "0"], "--draft-tokens 0: expected 1 or more"),
+        (["--tokens", "1", "--draft", "mtp", "--draft-tokens", "0"], "--draft-tokens 0: expected 1 to 32"),
         (["--tokens", "1 2", "--draft", "mtp", "--score"], "--score and --draft exclude each other"),
         (["--tokens", ","], "--tokens: the prompt is empty"),
         (["--prompt", "a", ""], "--prompt '': the prompt is empty"),

@@ -312,7 +312,7 @@ def test_a_plan_s_command_can_train_its_length(capsys: pytest.CaptureFixture[str
         ("inference --accepted-length 2", "--accepted-length 2.0 requires --draft-tokens"),
         (
             "inference --draft-tokens 1 --accepted-length 2.1",
-            "--accepted-length 2.1 is above --draft-tokens 1 + 1: give what a step accepts at most, or less",
+            "--accepted-length 2.1 is above --draft-tokens 1 + 1: use at most --draft-tokens + 1",
         ),
         ("inference --ladder-layers 99", "--ladder-layers 99: the upper 99 layers of 80 do not exist"),
         ("inference --ladder-layers none", "--ladder-layers none: the hybrid would be standard"),

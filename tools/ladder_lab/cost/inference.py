@@ -24,6 +24,7 @@ It gives the accepted length of tokens.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
@@ -31,7 +32,7 @@ from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind
-from megatron_ladder.blueprint.model import ModelConfig, state_bytes
+from megatron_ladder.blueprint.model import ModelConfig, mixer_states, mtp_states, state_bytes
 from megatron_ladder.blueprint.specs import Branch, Role
 from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors, mtp_tensors
 from megatron_ladder.blueprint.wiring import BranchKind
@@ -148,7 +149,25 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
         number_bytes = request.weight_bits / 8 if tensor.role is Role.MATRIX else BYTES
         weights += tensor.local_numel(request.ranks) * number_bytes
     positions = request.prompt + request.new_tokens
-    return InferenceMemory(weights, request.batch * state_bytes(request.model, request.ranks, positions, BYTES))
+    states = state_bytes(request.model, request.ranks, positions, BYTES) + _draft_bytes(request, positions)
+    return InferenceMemory(weights, request.batch * states)
+
+
+def _draft_bytes(request: InferenceRequest, positions: float) -> float:
+    """Return the further bytes of a sequence with drafts: states of the head, fixed states after each token of a step,
+    and room for these tokens in windows, as `States.allocate` makes them."""
+    drafts = request.draft_tokens
+    if not drafts:
+        return 0.0
+    of_model = chain.from_iterable(mixer_states(request.model, request.ranks))
+    of_head = chain.from_iterable(mtp_states(request.model, request.ranks))
+    total = 0.0
+    for spec, is_head in (*((spec, False) for spec in of_model), *((spec, True) for spec in of_head)):
+        wider = replace(spec, window=spec.window + drafts)
+        total += wider.bytes(positions, BYTES) - (0 if is_head else spec.bytes(positions, BYTES))
+        if spec.kind is StateKind.FIXED:
+            total += (drafts + 1) * spec.bytes(positions, BYTES)
+    return total
 
 
 def predict_inference(request: InferenceRequest) -> InferenceTimes:

@@ -190,12 +190,12 @@ def _one_shot_answer(
 def _drafting_answer(
     request: InferenceRequest, predictions: Mapping[str, _Prediction], models: Mapping[str, ModelConfig]
 ) -> str:
-    """Say in two sentences what drafts give, and what they leave of the gain of late reads."""
+    """Say in one sentence what drafts give, and what ladder would gain without them."""
     without = _predict_wirings(replace(request, draft_tokens=0, accepted_length=1.0), models)
     drafting, plain = predictions["standard"].tokens_per_second, without["standard"].tokens_per_second
     ladder, bound = (f"{without[name].speed_up:.2f}" for name in ("ladder", "no-comm"))
     return (
-        f"With {request.draft_tokens} drafted and {request.accepted_length:g} accepted tokens a step, standard "
+        f"With {request.draft_tokens} drafts and {request.accepted_length:g} tokens a step, standard "
         f"generates {drafting / plain:.2f} times as fast as without drafts, where ladder gives {ladder} and the bound "
         f"is {bound}."
     )

@@ -240,7 +240,7 @@ class InferenceOptions:
                 None not in (draft_tokens, accepted_length) and accepted_length > draft_tokens + 1
             ),
             "{accepted_length} is above {draft_tokens} + 1",
-            "give what a step accepts at most, or less",
+            "use at most {draft_tokens} + 1",
         ),
     )
 

@@ -1,12 +1,14 @@
 """The model of generation compared with arithmetic written out."""
 
 import csv
+import functools
 import math
 import statistics
 from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 
 from examples.paper.speed_report import GENERATE, read_published
 from ladder_lab.bench.sizes import SIZES
@@ -15,6 +17,7 @@ from ladder_lab.cost.inference import EXPERTS_FLOOR, InferenceRequest, inference
 from ladder_lab.cost.machines import PRESETS, Machine
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.specs import padded_vocab_size
+from megatron_ladder.model.mixers.mixer import States
 from tests.helpers.commands import REPOSITORY_ROOT
 
 LLAMA = SIZES["llama-8b"]
@@ -53,6 +56,15 @@ def test_a_step_with_drafts_reads_the_model_once_and_the_head_for_each() -> None
     # Those of many short sequences compute longer.
     many = replace(drafting, batch=512, prompt=16, new_tokens=17)
     assert 2.5 * step(many) > 2.5 * step(replace(many, draft_tokens=0, accepted_length=1.0))
+
+
+@pytest.mark.parametrize("size", ["llama-8b", "qwen3.6-35b-a3b", "gpt-oss-20b"])
+def test_memory_of_drafts_is_what_generation_allocates(size: str) -> None:
+    model = replace(SIZES[size], mtp_num_layers=1)
+    for drafts in (1, 3):
+        request = replace(REQUEST, model=model, ranks=2, draft_tokens=drafts, accepted_length=1.5)
+        allocate = functools.partial(States.allocate, model, 2, 1, 1201, torch.bfloat16, torch.device("meta"), drafts)
+        assert inference_memory(request).cache == allocate().slot_bytes + allocate(of_head=True).slot_bytes
 
 
 def test_memory_of_a_rank() -> None:
