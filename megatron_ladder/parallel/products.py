@@ -141,7 +141,7 @@ class _LateProduct(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor:
         ctx.product = product
-        return weight.new_empty(())
+        return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
@@ -194,7 +194,8 @@ class _Product(Function):
         grad_x: Tensor | None = None
         grad_weight: Tensor | None = None
         if needs_x:
-            grad_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+            rows = gradient.flatten(0, -2) @ weight.to(gradient.dtype)
+            grad_x = rows.to(ctx.dtype).unflatten(0, gradient.shape[:-1])
         if needs_x and ctx.input_gradient is not None:
             ctx.input_gradient.add(grad_x)
             grad_x = None
