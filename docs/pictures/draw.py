@@ -19,7 +19,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
-from ladder_lab.cost.divided_experts import Schedule, backward_events, forward_events  # noqa: E402
+from ladder_lab.cost.divided_experts import Schedule, backward_events, forward_events, play  # noqa: E402
 from ladder_lab.cost.links import (  # noqa: E402
     SimulatedClock,
     SimulatedCollective,
@@ -195,49 +195,44 @@ def exchange_row(title: str, note: str, config: ModelConfig, seconds: float, bac
     """Return the row of a pass of a model with divided experts, whose all-to-alls take `seconds`."""
     wired = [*itertools.chain(*divide_experts(config.wired_layers, shared_expert=True))]
     layers = [layer for layer, of_layer in enumerate(config.wired_layers) for _ in range(len(of_layer) + 1)]
-    blocks = [
-        SubBlockTime(
-            WIDTHS.get(one.kind, 1.0),
-            seconds * one.moves_tokens,
-            one.missing,
-            read_seconds=seconds * one.moves_tokens,
-            moves_tokens=one.moves_tokens,
-            output_seconds=OUTPUT.get(one.kind, 0.0),
+    dgrad = DGRAD if backward else 1.0
+    blocks = []
+    for one in wired:
+        width, output = WIDTHS.get(one.kind, 1.0), OUTPUT.get(one.kind, 0.0)
+        on_wire = seconds * one.moves_tokens
+        blocks.append(
+            SubBlockTime(
+                width,
+                on_wire,
+                one.missing,
+                DGRAD * width,
+                WGRAD * (width - output),
+                read_seconds=on_wire,
+                moves_tokens=one.moves_tokens,
+                output_seconds=dgrad * output,
+                output_wgrad_seconds=WGRAD * output,
+            )
         )
-        for one in wired
-    ]
     events = forward_events(blocks, Schedule())
     if backward:
         events = backward_events(events, (), recompute=False)
     clock, prime = RecordingClock(WireModel()), "'" * backward
-    bars, names = list[Bar](), list[str]()
-    launched: dict[tuple[str, int], SimulatedCollective] = {}
-    late = 0.0
-
-    def compute(span: float, fill: str, label: str) -> None:
-        start = clock.now
-        clock.compute(span)
-        if span:
-            bars.append(Bar(start, clock.now, fill, label))
-
-    for action, what, position in events:
-        kind = wired[position].kind
-        key = what, position
-        if action == "compute":
-            part = OUTPUT.get(kind, 0.0) if what == "projection" else WIDTHS.get(kind, 1.0) - OUTPUT.get(kind, 0.0)
-            label = LABELS[kind] + str(layers[position]) + prime if part >= 0.5 else LABELS[kind]
-            compute((DGRAD if backward else 1.0) * part, ALIKE.get(kind.value, kind.value), label)
-            late += WGRAD * part * backward
-        elif action == "launch" and wired[position].moves_tokens:
-            launched[key] = clock.launch(seconds)
-            names.append(f"{'D' if what == 'input' else 'C'}{layers[position]}{prime}")
-        elif key in launched:
-            compute(late, "wgrad", "w")
-            late = 0.0
-            clock.wait(launched.pop(key))
-    compute(late, "wgrad", "w")
+    bars = []
+    for event, start, stop in play(events, blocks, clock, None, late_weight_gradients=True, backward=backward):
+        if event is None:
+            bars.append(Bar(start, stop, "wgrad", "w"))
+        elif event.action == "compute":
+            kind = wired[event.position].kind
+            is_long = stop - start >= 0.5
+            label = f"{LABELS[kind]}{layers[event.position]}{prime}" if is_long else LABELS[kind]
+            bars.append(Bar(start, stop, ALIKE.get(kind.value, kind.value), label))
+    names = [
+        f"{'D' if what == 'input' else 'C'}{layers[position]}{prime}"
+        for action, what, position in events
+        if action == "launch" and wired[position].moves_tokens
+    ]
     wire = [Bar(*times, "reduce", name) for times, name in zip(clock.carried.values(), names, strict=True)]
-    return Row(title, note, bars, wire, clock.now)
+    return Row(title, note, [bar for bar in bars if bar.end > bar.start], wire, clock.now)
 
 
 def stacked(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:

@@ -108,14 +108,14 @@ class _ForwardOrder:
                 continue
             if self._next_input == position:
                 yield from self._read()
-            yield from self._read_ahead(position, self._has_flown)
+            yield from self._read_ahead(position, self._is_hidden)
             yield Event("wait", "input", position)
             yield Event("compute", "work", position)
             if self._runs_inside(position):
                 done.add(position + 1)
                 yield from self._run(position + 1)
             else:
-                yield from self._read_ahead(position, self._has_flown_or_is_next)
+                yield from self._read_ahead(position, self._is_hidden_or_seen_next)
             yield Event("compute", "projection", position)
             yield from self._leave(position)
         for output in sorted(self._pending):
@@ -163,16 +163,16 @@ class _ForwardOrder:
         gathers = further.start == position + 1 < len(self._blocks) and self._blocks[position + 1].read_seconds > 0
         return further[:1] if gathers else range(0)
 
-    def _has_flown(self, output: int, position: int) -> bool:
+    def _is_hidden(self, output: int, position: int) -> bool:
         """Whether an output has arrived before the sub-block at a position, or a whole sub-block has hidden it."""
         if output not in self._pending:
             return output < position
         return self._blocks[output].reduce_seconds == 0 or output < position - 1
 
-    def _has_flown_or_is_next(self, output: int, position: int) -> bool:
-        """Whether an output has flown, or the next sub-block waits for it."""
-        is_next = output < position and self._plan.arrivals[output] == position + 1
-        return is_next or self._has_flown(output, position)
+    def _is_hidden_or_seen_next(self, output: int, position: int) -> bool:
+        """Whether an output is hidden, or the next sub-block waits for it."""
+        is_seen_next = output < position and self._plan.arrivals[output] == position + 1
+        return is_seen_next or self._is_hidden(output, position)
 
     def _runs_inside(self, position: int) -> bool:
         """Whether the next sub-block's experts run in the middle of this one."""
@@ -183,6 +183,66 @@ class _ForwardOrder:
         return reads_same and self._plan.arrivals[experts] == experts + 1
 
 
+class Activity(NamedTuple):
+    """What a rank does for some time of a pass."""
+
+    event: Event | None
+    """None: weight gradients."""
+    start: float
+    end: float
+
+
+def play(
+    events: Sequence[Event],
+    blocks: Sequence[SubBlockTime],
+    clock: SimulatedClock,
+    token_contention: float | None,
+    late_weight_gradients: bool,
+    backward: bool,
+) -> Iterator[Activity]:
+    """Advance a clock by the events of a pass, and yield what this rank does, in order; see `pass_times`."""
+    launched: dict[tuple[str, int], SimulatedCollective] = {}
+    weight_gradients = 0.0
+    for event in events:
+        block = blocks[event.position]
+        key = event.what, event.position
+        start = clock.now
+        if event.action == "launch":
+            seconds = _wire_seconds(block, event.what)
+            if seconds:
+                group = "experts" if block.moves_tokens else "tensor"
+                launched[key] = clock.launch(seconds, group, token_contention if block.moves_tokens else None)
+            continue
+        if key in launched or not late_weight_gradients:
+            clock.compute(weight_gradients)
+            yield Activity(None, start, clock.now)
+            weight_gradients = 0.0
+            start = clock.now
+        if event.action == "compute":
+            clock.compute(_compute_seconds(block, event.what, backward))
+            if backward and event.what != "forward":
+                is_projection = event.what == "projection"
+                weight_gradients += block.output_wgrad_seconds if is_projection else block.wgrad_seconds
+        elif key in launched:
+            clock.wait(launched.pop(key))
+        yield Activity(event, start, clock.now)
+    start = clock.now
+    clock.compute(weight_gradients)
+    yield Activity(None, start, clock.now)
+
+
+def _wire_seconds(block: SubBlockTime, what: str) -> float:
+    return block.reduce_seconds if what == "output" else block.read_seconds
+
+
+def _compute_seconds(block: SubBlockTime, what: str, backward: bool) -> float:
+    if what == "projection":
+        return block.output_seconds
+    if what == "forward":
+        return block.forward_seconds
+    return (block.dgrad_seconds if backward else block.forward_seconds) - block.output_seconds
+
+
 def pass_times(
     blocks: Sequence[SubBlockTime],
     wire: WireModel,
@@ -191,58 +251,16 @@ def pass_times(
     recompute: bool,
 ) -> tuple[PassTime, PassTime]:
     """Return the times of a forward and a backward pass; `token_contention` is that of all-to-alls."""
+
+    def time(events: Sequence[Event], backward: bool) -> PassTime:
+        clock = SimulatedClock(wire)
+        late = schedule.late_weight_gradients
+        activities = [*play(events, blocks, clock, token_contention, late, backward)]
+        waited = sum(end - start for event, start, end in activities if event and event.action == "wait")
+        on_wire = sum(_wire_seconds(blocks[place], what) for action, what, place in events if action == "launch")
+        return PassTime(clock.now, on_wire, 1 - waited / on_wire if on_wire else 1.0)
+
     forward = forward_events(blocks, schedule)
     gathered = [position for position, block in enumerate(blocks) if block.read_seconds and not block.moves_tokens]
     backward = backward_events(forward, range(len(blocks)) if recompute else gathered, recompute)
-    player = _Player(blocks, wire, token_contention, schedule.late_weight_gradients)
-    return player.play(forward, backward=False), player.play(backward, backward=True)
-
-
-class _Player:
-    def __init__(
-        self, blocks: Sequence[SubBlockTime], wire: WireModel, token_contention: float, late_weight_gradients: bool
-    ) -> None:
-        self._blocks = blocks
-        self._wire = wire
-        self._token_contention = token_contention
-        self._late = late_weight_gradients
-
-    def play(self, events: Sequence[Event], backward: bool) -> PassTime:
-        """Return the time of a pass."""
-        clock = SimulatedClock(self._wire)
-        launched: dict[tuple[str, int], SimulatedCollective] = {}
-        flown = waited = 0.0
-        weight_gradients = 0.0
-        for action, what, position in events:
-            block = self._blocks[position]
-            key = what, position
-            if action == "launch":
-                seconds = block.reduce_seconds if what == "output" else block.read_seconds
-                flown += seconds
-                group = "experts" if block.moves_tokens else "tensor"
-                contention = self._token_contention if block.moves_tokens else None
-                if seconds:
-                    launched[key] = clock.launch(seconds, group, contention)
-                continue
-            if key in launched or not self._late:
-                clock.compute(weight_gradients)
-                weight_gradients = 0.0
-            if action == "wait":
-                if key in launched:
-                    begin = clock.now
-                    clock.wait(launched.pop(key))
-                    waited += clock.now - begin
-                continue
-            clock.compute(self._seconds(block, what, backward))
-            if backward and what != "forward":
-                is_projection = what == "projection"
-                weight_gradients += block.output_wgrad_seconds if is_projection else block.wgrad_seconds
-        clock.compute(weight_gradients)
-        return PassTime(clock.now, flown, 1 - waited / flown if flown else 1.0)
-
-    def _seconds(self, block: SubBlockTime, what: str, backward: bool) -> float:
-        if what == "projection":
-            return block.output_seconds
-        if what == "forward":
-            return block.forward_seconds
-        return (block.dgrad_seconds if backward else block.forward_seconds) - block.output_seconds
+    return time(forward, backward=False), time(backward, backward=True)
