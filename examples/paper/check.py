@@ -20,8 +20,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
+from ladder_lab.cost.layout import Layout  # noqa: E402
 from ladder_lab.cost.machines import GPUS, TIME_RANGE, Machine  # noqa: E402
-from ladder_lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
+from ladder_lab.cost.memory import RESERVED_BYTES, worst_memory  # noqa: E402
 from ladder_lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.blueprint.tensors import parameter_count  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402

@@ -19,8 +19,9 @@ from scipy.signal import lfilter
 from torch import Tensor, nn
 
 from ladder_lab.cost.inference import InferenceRequest, inference_memory
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import Layout, stage_memory
+from ladder_lab.cost.memory import stage_memory
 from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind, StateSpec
 from megatron_ladder.blueprint.mixers.table import MIXERS

@@ -5,13 +5,8 @@ import time
 import pytest
 import torch
 
-from ladder_lab.cost.memory import (
-    Layout,
-    Precision,
-    _stage_moments,
-    _state_bytes,
-    stage_parameters,
-)
+from ladder_lab.cost.layout import Layout
+from ladder_lab.cost.memory import Precision, _stage_moments, _state_bytes, stage_parameters
 from megatron_ladder.train.step import train_step
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools

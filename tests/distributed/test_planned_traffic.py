@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from ladder_lab.cost.memory import Layout, Precision
+from ladder_lab.cost.layout import Layout
+from ladder_lab.cost.memory import Precision
 from ladder_lab.cost.traffic import Sent, rank_traffic
 from ladder_lab.dry_run import program as dry_run
 from ladder_lab.dry_run.program import _all_programs, _run_ranks, _shortened

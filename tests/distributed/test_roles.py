@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ladder_lab.cost.memory import Layout, _stage_moments
+from ladder_lab.cost.layout import Layout
+from ladder_lab.cost.memory import _stage_moments
 from megatron_ladder.blueprint.specs import Role
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint

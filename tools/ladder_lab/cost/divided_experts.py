@@ -115,7 +115,7 @@ class _ForwardOrder:
                 done.add(position + 1)
                 yield from self._run(position + 1)
             else:
-                yield from self._read_ahead(position, self._is_hidden_or_seen_next)
+                yield from self._read_ahead(position, self._is_hidden_or_next)
             yield Event("compute", "projection", position)
             yield from self._leave(position)
         for output in sorted(self._pending):
@@ -169,10 +169,10 @@ class _ForwardOrder:
             return output < position
         return self._blocks[output].reduce_seconds == 0 or output < position - 1
 
-    def _is_hidden_or_seen_next(self, output: int, position: int) -> bool:
+    def _is_hidden_or_next(self, output: int, position: int) -> bool:
         """Whether an output is hidden, or the next sub-block waits for it."""
-        is_seen_next = output < position and self._plan.arrivals[output] == position + 1
-        return is_seen_next or self._is_hidden(output, position)
+        is_next = output < position and self._plan.arrivals[output] == position + 1
+        return is_next or self._is_hidden(output, position)
 
     def _runs_inside(self, position: int) -> bool:
         """Whether the next sub-block's experts run in the middle of this one."""

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind
 from megatron_ladder.blueprint.model import ModelConfig, mixer_states, mtp_states, state_bytes

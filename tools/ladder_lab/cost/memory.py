@@ -52,9 +52,10 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ladder_lab.cost.layout import Layout, first_group, pipeline_ranges, stage_chunks
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.optimizers import optimizer_kind
 from megatron_ladder.blueprint.specs import Branch, TensorSpec, padded_vocab_size
@@ -64,10 +65,8 @@ from megatron_ladder.blueprint.tensors import (
     kept_expert_rows,
     layer_tensors,
     loss_chunk_tokens,
-    uniform_partition,
 )
 from megatron_ladder.blueprint.wiring import BranchKind, WiredSubBlock, plan_reads
-from megatron_ladder.config.run import RunConfig, layout_captures
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
@@ -79,96 +78,8 @@ EXPERT_WIDTHS = 9
 """Numbers of each sorted row that exist at once in the backward of routed experts, in widths of an expert."""
 ROW_STREAMS = 3
 """Numbers of each received row that exist at once in that backward, in widths of the stream."""
-EXPERT_IMBALANCE = 1.25
-"""Assumed rows of the fullest expert-parallel rank relative to the mean, as in `kept_expert_rows`."""
 RESERVED_BYTES = 4e9
 """Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model and its batch are distributed.
-
-    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `optimizer`: its name.
-    `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each. `chunks`: ranges
-    of layers of a stage, which run alternately. `captures`: whether passes run as CUDA graphs where ZeRO permits it.
-    `experts`: expert-parallel ranks, to which tokens travel; 1: the tensor-parallel ranks share each expert.
-    `imbalance`: the rows that the fullest of them receives, relative to the mean.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    zero: int = 1
-    micro_batch: int = 1
-    recompute: bool = False
-    sequence_parallel: bool = False
-    optimizer: str = "adamw"
-    whole_experts: bool = False
-    chunks: int = 1
-    captures: bool = True
-    experts: int = 1
-    imbalance: float = EXPERT_IMBALANCE
-
-    @classmethod
-    def of(cls, run: RunConfig) -> "Layout":
-        """Return the layout of a run, which recomputes all layers or none."""
-        parallel = run.parallel
-        return cls(
-            tensor=parallel.tensor_model_parallel_size,
-            pipeline=parallel.pipeline_model_parallel_size,
-            data=run.data_parallel_size,
-            zero=int(parallel.zero_stage),
-            micro_batch=run.training.micro_batch_size,
-            recompute=run.recompute_layers > 0,
-            sequence_parallel=parallel.sequence_parallel,
-            optimizer=run.optimizer.optimizer,
-            whole_experts=parallel.expert_sharding == "experts",
-            chunks=run.chunks,
-            experts=parallel.expert_model_parallel_size,
-        )
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether training captures its passes, in which the host then launches no kernels."""
-        return self.captures and layout_captures(str(self.zero), self.data)
-
-    @property
-    def divides_experts(self) -> bool:
-        """Whether tokens travel to the ranks of their experts."""
-        return self.experts > 1
-
-    @cached_property
-    def of_ranks(self) -> "Layout":
-        """The layout with only what the numbers of a layer depend on."""
-        return Layout(
-            tensor=self.tensor,
-            optimizer=self.optimizer,
-            whole_experts=self.whole_experts,
-            experts=self.experts,
-            imbalance=self.imbalance,
-        )
-
-    @property
-    def expert_data(self) -> int:
-        """Number of ranks of a stage that hold the same parts of routed experts."""
-        return self.tensor * self.data // self.experts if self.divides_experts else self.data
-
-    def numel(self, tensor: TensorSpec) -> int:
-        """Return how many numbers of a tensor of the layers a rank holds."""
-        if self.divides_experts and tensor.expert_dim is not None:
-            return replace(tensor, sharded_dim=0).local_numel(self.experts)
-        return tensor.local_numel(self.tensor)
-
-    @property
-    def row_share(self) -> float:
-        """The rows of experts that a rank receives of each choice of a micro-batch's tokens, if tokens travel."""
-        return self.imbalance / self.tensor
 
 
 @dataclass(frozen=True)
@@ -263,24 +174,6 @@ def _temporary(branch: Branch, layout: Layout) -> float:
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
     numbers = _numbers_of_layers(model, layout.of_ranks)
     return [numbers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers]
-
-
-@cache
-def pipeline_ranges(layers: int, ranges: int) -> list[range]:
-    """Return the layers of each chunk of a pipeline; the first ones have one more if layers do not divide evenly."""
-    return uniform_partition(layers, ranges)
-
-
-def stage_chunks(model: ModelConfig, layout: Layout, stage: int) -> list[range]:
-    """Return the ranges of layers of a pipeline stage."""
-    return pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)[stage :: layout.pipeline]
-
-
-def first_group(layout: Layout, micro_batches: int) -> int:
-    """Return how many micro-batches run through a chunk before the next one, at first; see `make_schedule`."""
-    if micro_batches < layout.pipeline:
-        return micro_batches
-    return layout.pipeline + micro_batches % layout.pipeline
 
 
 def _passes_ahead(layout: Layout, stage: int, micro_batches: int) -> int:
@@ -484,12 +377,9 @@ def stage_memory(
     numbers = _numbers_of_stage(model, layout, stage)
     of_experts = stage_expert_parameters(model, layout, stage)
     moments_of_experts = sum(layer.expert_moments for layer in numbers)
-    state = _state_bytes(parameters - of_experts, moments - moments_of_experts, layout, precision)
-    if of_experts:
-        expert_layout = replace(layout, data=layout.expert_data)
-        of_divided = _state_bytes(of_experts, moments_of_experts, expert_layout, precision)
-        state = state[0] + of_divided[0], state[1] + of_divided[1], state[2] + of_divided[2]
-    weights, gradients, optimizer = state
+    others = _state_bytes(parameters - of_experts, moments - moments_of_experts, layout, precision)
+    of_divided = _state_bytes(of_experts, moments_of_experts, replace(layout, data=layout.expert_data), precision)
+    weights, gradients, optimizer = map(sum, zip(others, of_divided, strict=True))
     activations = _layers_activation_bytes(model, layout, stage, tokens, precision)
     activations += _entered_bytes(model, layout, stage, sequence, precision)
     kept = _passes_in_flight(layout, stage, micro_batches)

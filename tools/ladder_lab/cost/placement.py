@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.layout import Layout
 
 
 class RankGroups(NamedTuple):

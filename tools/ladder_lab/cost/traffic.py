@@ -28,12 +28,11 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+from ladder_lab.cost.layout import Layout, stage_chunks
 from ladder_lab.cost.memory import (
     FP32_BYTES,
     NUMBER_BYTES,
-    Layout,
     Precision,
-    stage_chunks,
     stage_expert_parameters,
     stage_parameters,
     state_bytes,

@@ -47,14 +47,12 @@ from itertools import chain
 
 from ladder_lab.cost.all_to_all import ALL_TO_ALLS, AllToAll, all_to_all_seconds
 from ladder_lab.cost.divided_experts import PassTime, Schedule, pass_times
+from ladder_lab.cost.layout import Layout, first_group, stage_chunks
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import (
     FP32_BYTES,
     NUMBER_BYTES,
-    Layout,
-    first_group,
-    stage_chunks,
     stage_expert_parameters,
     stage_parameters,
     state_bytes,

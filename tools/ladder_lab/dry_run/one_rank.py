@@ -15,7 +15,7 @@ from torch.autograd import Function
 # Importing this module registers the backend "fake", whose groups of any size exist in one process.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.layout import Layout
 from ladder_lab.dry_run.recorder import ExpertRows, Recorder
 from ladder_lab.dry_run.replay import RankProgram
 from megatron_ladder.comm.launch import RankInfo

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladder_lab.cost.memory import Layout, Precision, stage_memory
+from ladder_lab.cost.layout import Layout
+from ladder_lab.cost.memory import Precision, stage_memory
 from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ladder_lab.cost.divided_experts import PassTime, Schedule
-from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.training import LayerTime
 from ladder_lab.output import markdown_table
 from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, LayoutPlan, PlanRequest, layer_time

@@ -6,8 +6,9 @@ from itertools import product
 from typing import Any
 
 from ladder_lab.cost.all_to_all import ALL_TO_ALLS, AllToAll
+from ladder_lab.cost.layout import EXPERT_IMBALANCE, Layout
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import EXPERT_IMBALANCE, RESERVED_BYTES, Layout, Memory, least_bytes, worst_memory
+from ladder_lab.cost.memory import RESERVED_BYTES, Memory, least_bytes, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors

@@ -10,9 +10,9 @@ from typing import Any
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.all_to_all import ALL_TO_ALLS
 from ladder_lab.cost.inference import Attention
+from ladder_lab.cost.layout import EXPERT_IMBALANCE
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
-from ladder_lab.cost.memory import EXPERT_IMBALANCE
 from ladder_lab.effective_speed import PUBLISHED
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model

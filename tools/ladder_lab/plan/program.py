@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ladder_lab.cost.all_to_all import ALL_TO_ALLS
+from ladder_lab.cost.layout import Layout, stage_chunks
 from ladder_lab.cost.machines import TIME_RANGE
-from ladder_lab.cost.memory import Layout, stage_chunks, state_bytes
+from ladder_lab.cost.memory import state_bytes
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import Sent, rank_traffic
 from ladder_lab.effective_speed import PUBLISHED

@@ -6,8 +6,8 @@ import pytest
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost import training
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.machines import GPUS, Machine
-from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.training import LayerTime, step_time
 from ladder_lab.plan.layouts import PLANNED_WIRINGS, PlanRequest, _has, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS

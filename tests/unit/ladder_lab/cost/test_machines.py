@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.machines import PRESETS, Machine
-from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import Spread, placement
 
 KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9

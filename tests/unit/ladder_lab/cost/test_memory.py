@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from ladder_lab.bench.sizes import SIZES
+from ladder_lab.cost.layout import Layout, stage_chunks
 from ladder_lab.cost.memory import (
-    Layout,
     Precision,
     _graph_slots,
     _head_activation_bytes,
     _layers_activation_bytes,
     _passes_in_flight,
     _stage_moments,
-    stage_chunks,
     stage_memory,
     stage_parameters,
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.placement import Spread, placement, rank_groups
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ladder_lab.bench.sizes import SIZES
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.machines import PRESETS, LinkPreset, Machine
-from ladder_lab.cost.memory import Layout, _outputs_at_cuts, stage_memory, stage_parameters, worst_memory
+from ladder_lab.cost.memory import _outputs_at_cuts, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.training import LayerTime, model_flop_utilisation, step_time
 from ladder_lab.plan.layouts import PlanRequest, _layouts
 from ladder_lab.wirings import NAMED_WIRINGS

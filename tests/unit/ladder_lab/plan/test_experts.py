@@ -8,8 +8,8 @@ import pytest
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.all_to_all import ALL_TO_ALLS
+from ladder_lab.cost.layout import Layout
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import Layout
 from ladder_lab.plan.experts import BASELINE, NOTHING_AHEAD, RIVAL, expert_gains, experts_report
 from ladder_lab.plan.layouts import PlanRequest, fitting_plans
 from ladder_lab.plan.options import parse_plan, planned_model
