@@ -28,7 +28,7 @@ from megatron_ladder.parallel.scoring import gather_scores, read_scores
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
 _REJECTED = -2
-"""After the last token of a row that has fewer than others."""
+"""Fills a row behind its last token, in place of rejected drafts."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 
@@ -78,24 +78,24 @@ class Chosen(NamedTuple):
     tokens: list[list[int]]
     """At least one for each row; the first is `NO_TOKEN` where logits are not finite."""
     logprobs: list[list[float]] | None
-    """At least as many; None if no row requests them."""
+    """At least one for each token; None if no row requests them."""
 
 
 class Drafts(NamedTuple):
-    """Proposed tokens of each row, one after another."""
+    """Proposed tokens of each row, in their order."""
 
     tokens: Tensor
     """[b, n] int64."""
-    shares: Tensor | None
-    """[b, n, V], the probability of each token in the distribution that was drawn from; None if none was drawn."""
+    probabilities: Tensor | None
+    """[b, n, V], the distribution that each token was drawn from; None if all tokens are the most likely ones."""
     is_finite: Tensor
-    """[b, n] bool, whether the logits were; otherwise the token is 0."""
+    """[b, n] bool, whether the logits were finite; otherwise the token is 0."""
 
     @classmethod
     def joined(cls, drafts: Sequence["Drafts"]) -> "Drafts":
-        """Return the drafts of all."""
-        tokens, shares, is_finite = zip(*drafts, strict=True)
-        joined = None if drafts[0].shares is None else torch.cat(shares, 1)
+        """Return successive drafts of the same rows as one."""
+        tokens, probabilities, is_finite = zip(*drafts, strict=True)
+        joined = None if drafts[0].probabilities is None else torch.cat(probabilities, 1)
         return cls(torch.cat(tokens, 1), joined, torch.cat(is_finite, 1))
 
 
@@ -207,40 +207,44 @@ class Sampler:
         logits = _vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
         highest, tokens, weights = self._choose(logits, rows, uniform)
         is_finite = highest.isfinite()
-        shares = None if weights is None else _shares(weights).unsqueeze(1)
-        return Drafts(tokens.masked_fill(~is_finite, 0), shares, is_finite)
+        probabilities = None if weights is None else _normalized(weights).unsqueeze(1)
+        return Drafts(tokens.masked_fill(~is_finite, 0), probabilities, is_finite)
 
     def verify(self, logits_shard_v: Tensor, drafts: Drafts, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the next tokens of the first b samples, from the logits after their newest tokens and each draft.
 
-        A draft d, drawn from a distribution q, is accepted with the probability min(1, p(d) / q(d)), where p is the
-        distribution to draw from, if all before it are. The token in the place of the first that is not is drawn from
-        max(0, p - q), so that every token has the distribution p (arXiv 2211.17192). One more token follows the last
-        draft. The most likely token is a distribution, too.
+        Speculative sampling (arXiv 2211.17192): where the model has the distribution p and the head drew a draft d from
+        q, the draft is accepted with the probability min(1, p(d) / q(d)). The first rejected draft is replaced by a
+        token that is drawn in proportion to max(0, p - q), and later drafts are discarded. If all drafts are accepted,
+        one more token is drawn from p. Every token then has the distribution p. A greedy row gives its most likely
+        token the probability 1.
 
         Args:
             logits_shard_v: [n + 1, b, padded V / t].
             drafts: n for each row.
             uniform: [b, n + 1], numbers of `draw`.
 
-        Return what `read` needs, as `choose`: [b, n + 1, 1 + m]; and how many drafts are accepted, [b].
+        Return what `read` needs, as `choose`: [b, n + 1, 1 + m]; and the number of accepted drafts, [b].
         """
         count, batch, _ = logits_shard_v.shape
         rows = self._rows.first(batch, count)
         model_logits = _vocabulary_logits(logits_shard_v.flatten(0, 1), self._start, self._vocab_size)
         logits = self._penalized(model_logits, rows, drafts.tokens)
-        if drafts.shares is None:
+        if drafts.probabilities is None:
             highest, most_likely = self._most_likely(logits)
             tokens = most_likely.view(count, batch).t()
-            accepted = _count_first(tokens[:, :-1] == drafts.tokens)
+            accepted = _count_leading(tokens[:, :-1] == drafts.tokens)
         else:
             highest, weights = self._weights(logits, rows)
-            shares = _shares(weights).unflatten(0, (count, batch)).transpose(0, 1)
-            at = drafts.tokens.unsqueeze(2)
-            of_model, of_drafts = (of.gather(2, at).squeeze(2) for of in (shares[:, :-1], drafts.shares))
-            accepted = _count_first(uniform[:, :-1] * of_drafts < of_model)
-            missing = torch.cat(((shares[:, :-1] - drafts.shares).clamp(min=0), shares[:, -1:]), 1)
-            cumulative = _equal_cumsum(missing.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, shares.shape[2]))[:, 0])
+            p = _normalized(weights).unflatten(0, (count, batch)).transpose(0, 1)
+            q = drafts.probabilities
+            token_index = drafts.tokens.unsqueeze(2)
+            p_of_drafts = p[:, :-1].gather(2, token_index).squeeze(2)
+            q_of_drafts = q.gather(2, token_index).squeeze(2)
+            accepted = _count_leading(uniform[:, :-1] * q_of_drafts < p_of_drafts)
+            residuals = torch.cat(((p[:, :-1] - q).clamp(min=0), p[:, -1:]), 1)
+            residual = residuals.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, p.shape[2]))[:, 0]
+            cumulative = _equal_cumsum(residual)
             last = _draw_at(cumulative, uniform[:, -1:] * cumulative[:, -1:])
             tokens = torch.cat((drafts.tokens, last), 1).scatter(1, accepted.unsqueeze(1), last)
         numbers = torch.arange(count, device=tokens.device)
@@ -260,7 +264,7 @@ class Sampler:
         return Chosen(tokens, logprobs.view(chosen.shape[:2]).tolist())
 
     def _choose(self, logits: Tensor, rows: _Rows, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return each row's largest logit, NaN if one is, and next token, [b, 1] each; and the weights of a draw."""
+        """Return each row's largest logit (NaN if any is) and next token, [b, 1] each, and the weights of a draw."""
         logits = self._penalized(logits, rows)
         if not self.plan.drawn:
             return *self._most_likely(logits), None
@@ -269,29 +273,33 @@ class Sampler:
         return highest, _draw_at(cumulative, uniform * cumulative[:, -1:]), weights
 
     def _weights(self, logits: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """Return each row's largest logit [n, 1], and what its token is drawn from: the weights of all tokens [n, V].
+        """Return each row's largest logit, [n, 1], and the weights to draw its token with, [n, V].
 
-        Those of the most likely token alone are 0, except for one.
+        In a greedy row, the weight of the most likely token is 1, and all others are 0.
         """
         exact = self._group.all_gather(logits, dim=1).double()
         highest, most_likely = exact.max(1, keepdim=True)
         weights = torch.exp((exact - highest) / rows.temperatures)
         if self.plan.filtered:
             weights = weights * _keep_most_likely(weights, rows)
-        only = torch.zeros_like(weights).scatter_(1, most_likely, 1.0)
-        return highest, torch.where(rows.greedy, only, weights)
+        greedy_weights = torch.zeros_like(weights).scatter_(1, most_likely, 1.0)
+        return highest, torch.where(rows.greedy, greedy_weights, weights)
 
     def _with_scores(self, tokens: Tensor, model_logits: Tensor) -> Tensor:
-        """Add what the scores of tokens [b, n] need, of logits [n b, padded V / t]: [b, n, 1 + m] float64."""
-        found = tokens.double().unsqueeze(2)
+        """Return tokens [b, n] with their scores under logits [n b, padded V / t], if any: [b, n, 1 + m] float64."""
+        without_scores = tokens.double().unsqueeze(2)
         if not self.plan.scored:
-            return found
+            return without_scores
         scores = gather_scores(model_logits, tokens.t().flatten(), self._start, self._group).flatten(1)
-        return torch.cat((found, scores.unflatten(0, (-1, len(tokens))).transpose(0, 1)), 2)
+        return torch.cat((without_scores, scores.unflatten(0, (-1, len(tokens))).transpose(0, 1)), 2)
 
     def _penalized(self, logits: Tensor, rows: _Rows, drafts: Tensor | None = None) -> Tensor:
-        """Apply the penalty to logits [b, padded V / t], or [n + 1 times b, ...] if n drafts [b, n] follow the tokens
-        that were counted."""
+        """Apply the penalty for seen tokens.
+
+        Args:
+            logits: [b, padded V / t] after the counted tokens; with drafts [(n + 1) b, padded V / t], also after each.
+            drafts: [b, n], tokens that follow the counted ones.
+        """
         if self._seen is None:
             return logits
         seen = self._seen[: len(logits)] if drafts is None else self._seen_with(drafts)
@@ -301,7 +309,7 @@ class Sampler:
         return torch.where(is_seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _seen_with(self, drafts: Tensor) -> Tensor:
-        """Return the tokens before each of n drafts [b, n] and after the last one, [n + 1 times b, V]."""
+        """Return which tokens were seen before each of the drafts [b, n] and after the last one, [(n + 1) b, V]."""
         assert self._seen is not None
         batch, count = drafts.shape
         seen = self._seen[:batch].repeat(count + 1, 1, 1)
@@ -319,12 +327,12 @@ class Sampler:
         return highest, ids.gather(1, leader).long()
 
 
-def _shares(weights: Tensor) -> Tensor:
+def _normalized(weights: Tensor) -> Tensor:
     return weights / weights.sum(1, keepdim=True)
 
 
-def _count_first(accepted: Tensor) -> Tensor:
-    """Return how many of each row's first values, [b, n] bool, are all True: [b]."""
+def _count_leading(accepted: Tensor) -> Tensor:
+    """Return the number of leading True values of each row: [b, n] bool -> [b]."""
     return accepted.long().cumprod(1).sum(1)
 
 

@@ -3,8 +3,8 @@
     begin     all prompts as one batch                              -> the first token of each
     step      the newest token of every sample through the model    -> the next token of each unfinished sample
 
-With drafts, a step processes the newest token and the drafts after it, and returns one or more tokens of each sample
-(`drafting.py`).
+With drafts (`drafting.py`), a step processes the newest token and the drafts after it, and returns one or more tokens
+of each sample.
 
 A captured step includes the choice of the tokens: the host only sends the newest tokens and reads the next ones.
 
@@ -146,11 +146,14 @@ class _ActiveSample:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted: int = 0
-    """How many of the newest ids, before the last one, were drafts of the newest step."""
+    """The number of drafts that the newest step accepted; their ids precede the last one."""
 
     def step_inputs(self, draft_tokens: int) -> list[int]:
-        """Return the accepted drafts and the newest token, filled up with it, the number of these drafts, and the
-        position of the newest token."""
+        """Return inputs of the next step: `draft_tokens` + 1 tokens, the number of accepted drafts, and a position.
+
+        The tokens are the accepted drafts and the newest token, which is repeated to fill the row. The position is that
+        of the newest token.
+        """
         newest, surplus = self.ids[-1 - self.accepted :], draft_tokens - self.accepted
         return [*newest, *newest[-1:] * surplus, self.accepted, len(self.request.prompt_ids) + len(self.ids) - 1]
 
@@ -207,8 +210,8 @@ class SlotBatch:
         """`positions` limits prompt and continuation together, per slot.
 
         Prompts are processed `prefill_chunk_size` positions at a time, by default all at once. `new_graph`, if given,
-        captures decode steps; the batch must then be closed. The model needs a drafting head for `draft_tokens`, the
-        drafts of a step.
+        captures decode steps; the batch must then be closed. `draft_tokens` is the number of drafts in a step; above 0,
+        the model must have a drafting head.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
@@ -218,7 +221,7 @@ class SlotBatch:
         self._positions = positions
         self._draft_tokens = draft_tokens
         self._columns = positions + draft_tokens
-        """A step can process drafts behind the last position."""
+        """Drafts of the last step can be behind the last position."""
         self._prefill_chunk_size = prefill_chunk_size or positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
@@ -352,10 +355,12 @@ class SlotBatch:
         return self._finish(chosen)
 
     def _next_tokens(self, inputs: Tensor, extent: int, is_even: bool) -> Tensor:
-        """Choose the next tokens. No sample has more than `extent` positions, with drafts; `is_even`: all newest tokens
-        have the same position.
+        """Choose the next tokens.
 
-        `inputs` are `_ActiveSample.step_inputs`, and random numbers.
+        Args:
+            inputs: for each row, `_ActiveSample.step_inputs` and random numbers.
+            extent: at least the number of positions of the longest sample, with drafts.
+            is_even: whether all newest tokens have the same position.
         """
         width = self._draft_tokens + 1
         tokens, accepted, positions = inputs[:, : width + 2].long().split((width, 1, 1), dim=1)
@@ -366,13 +371,13 @@ class SlotBatch:
             states = states._replace(is_even=is_even)
             logits = self._model.logits_shard(self._hidden_states(tokens, positions.t(), states))[0]
             return self._sampler.choose(logits, uniform)
-        to_draw, to_verify = uniform.tensor_split((self._draft_tokens,), dim=1)
-        drafts = self._drafter.draft(tokens, accepted, positions, to_draw, extent, self._sampler)
+        draft_uniform, verify_uniform = uniform.tensor_split((self._draft_tokens,), dim=1)
+        drafts = self._drafter.draft(tokens, accepted, positions, draft_uniform, extent, self._sampler)
         newest = torch.cat((tokens.gather(1, accepted), drafts.tokens), dim=1)
-        places = positions + torch.arange(width, device=self._device)
-        hidden_states = self._hidden_states(newest, places.t(), states)
+        step_positions = positions + torch.arange(width, device=self._device)
+        hidden_states = self._hidden_states(newest, step_positions.t(), states)
         self._drafter.follow(hidden_states)
-        chosen, accepted = self._sampler.verify(self._model.logits_shard(hidden_states), drafts, to_verify)
+        chosen, accepted = self._sampler.verify(self._model.logits_shard(hidden_states), drafts, verify_uniform)
         states.keep(accepted)
         return chosen
 

@@ -6,8 +6,8 @@ columns of a window of W positions are a ring, in which position p has the colum
     window 4, newest position 5     column      0  1  2  3
                                     position    4  5  2  3
 
-A pass over several newest tokens needs a longer ring, so that no token takes the place of one that an earlier token of
-the pass sees.
+A pass over several newest tokens needs a longer ring, so that no token overwrites one that an earlier token of the pass
+sees.
 
 Padding after a prompt has positions, but never a column of a ring. In states that grow its columns are overwritten by
 the next tokens of the sequence, or hidden.
@@ -42,7 +42,7 @@ class PromptColumns(NamedTuple):
 
     @staticmethod
     def of(states: States, length: int, window: int, columns: int) -> "PromptColumns":
-        """Return the columns of so many positions, in states with `columns`; a window of 0 is no window."""
+        """Return the columns of `length` positions, in states with `columns`; a window of 0 is no window."""
         assert states.lengths is not None
         before, lengths = states.before, states.lengths
         if not before:

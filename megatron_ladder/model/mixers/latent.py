@@ -96,13 +96,13 @@ class LatentHeads(AttentionHeads):
         scores = (_scores(rows, columns) * self.scale).unflatten(1, (heads, queries))
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        shares = scores.softmax(dim=-1).to(columns.dtype).flatten(1, 2)
-        attended = torch.bmm(shares, columns[..., :rank]).unflatten(1, (heads, queries))
+        probabilities = scores.softmax(dim=-1).to(columns.dtype).flatten(1, 2)
+        attended = torch.bmm(probabilities, columns[..., :rank]).unflatten(1, (heads, queries))
         return _of_each_head(attended.to(weight.dtype), to_value.mT)
 
 
 def _of_each_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """Multiply x [b, heads, s, c] with the matrix of each head, [heads, c, d]: [b, heads, s, d]."""
+    """Multiply each head of x [b, heads, s, c] by its matrix, [heads, c, d] -> [b, heads, s, d]."""
     by_heads = torch.bmm(x.transpose(0, 1).flatten(1, 2), matrices)
     return by_heads.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 

@@ -23,9 +23,10 @@ from megatron_ladder.parallel.layout import ParallelModule
 class States(NamedTuple):
     """What a pass of generation reads and writes: the states of a rank's mixers, in slots of the batch.
 
-    A pass computes either some positions of prompts, the same of every row, or the newest tokens of each row: one, or a
-    drafted continuation, whose end may turn out to be wrong. Then `keep` undoes its effect on fixed states. Those that
-    grow keep the wrong tokens until others take their places: nothing sees positions after its own.
+    A pass computes either some positions of prompts, the same of every row, or the newest tokens of each row. With
+    drafts, there are several newest tokens, and the last ones may be wrong. `keep` then restores the fixed states after
+    the last accepted token. Other states hold the wrong tokens until later ones overwrite them, because no token sees a
+    position after its own.
     """
 
     tensors: Sequence[Mapping[str, Tensor]]
@@ -37,7 +38,7 @@ class States(NamedTuple):
     extent: int = 0
     """With the newest tokens: at least the number of positions of the longest row."""
     is_even: bool = False
-    """With the newest tokens: whether every row has one, which is its last of `extent` positions."""
+    """With the newest tokens: whether each row has a single one, at its last of `extent` positions."""
     drafted: Sequence[Mapping[str, Tensor]] = ()
     """The fixed states after each of the newest tokens, [tokens, slots, ...], if there may be several."""
 
@@ -64,7 +65,7 @@ class States(NamedTuple):
         specs = mtp_states(config, ranks) if of_head else mixer_states(config, ranks)
 
         def allocated(spec: StateSpec, *dims: int) -> Tensor:
-            # No token of a pass may take the place of one that an earlier token of the pass sees.
+            # No token of a pass may overwrite one that an earlier token of the pass sees.
             spec = replace(spec, window=spec.window + draft_tokens)
             kept = torch.promote_types(dtype, torch.float32) if spec.is_fp32 else dtype
             # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
@@ -85,13 +86,13 @@ class States(NamedTuple):
         return sum(state[0].nbytes for state in of_slots) + sum(state.nbytes for state in drafted)
 
     def fixed_after(self, number: int, token: int) -> Mapping[str, Tensor]:
-        """Return where to store the fixed states of a mixer after one of the newest tokens, for all slots."""
+        """Return the tensors for the fixed states of a mixer after one of the newest tokens, for all slots."""
         if not self.drafted:
             return self.tensors[number]
         return {name: states[token] for name, states in self.drafted[number].items()}
 
     def keep(self, tokens: Tensor) -> None:
-        """Continue with the fixed states after the newest token with the number `tokens`, [b], of each row."""
+        """Continue each row from the fixed states after one of its newest tokens, whose number is in `tokens`, [b]."""
         rows = torch.arange(len(tokens), device=tokens.device)
         for of_mixer, drafted in zip(self.tensors, self.drafted, strict=True):
             for name, states in drafted.items():
