@@ -199,12 +199,12 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     return json_object(path, content)
 
 
-def open_hf_directory(path: Path, keeps_mtp: bool = False) -> HFDirectory:
+def open_hf_directory(path: Path, keeps_mtp: bool = False, mtp_fix: str = "") -> HFDirectory:
     """Read config.json, the index and the headers of the files; raise UserError if they do not agree.
 
-    The model has a drafting head if `keeps_mtp` is set and the files have one, of one layer. Of the data, only the
-    scales of FP8 weights are read, which must be finite, and further copies of embedding and output head, which must
-    equal them.
+    The model has a drafting head if `keeps_mtp` is set and the files have one, of one layer. `mtp_fix` is the fix of a
+    `Problem` with that head. Of the data, only the scales of FP8 weights are read, which must be finite, and further
+    copies of embedding and output head, which must equal them.
     """
     check_directory(path)
     if not is_hf_directory(path):
@@ -246,7 +246,7 @@ def open_hf_directory(path: Path, keeps_mtp: bool = False) -> HFDirectory:
         if not equal_bits(copy.whole(), tensors[original].whole()):
             own = hf_name(original)
             reason = f"{path}: {name} differs from {own}, but a drafting head shares the matrix of the model"
-            raise UserError(Problem({}, reason, "leave the head out with {drop_mtp}"))
+            raise UserError(Problem({}, reason, mtp_fix))
     return HFDirectory(path, config, model, tensors, weights, _token_ids(path, config, model), count, dropped)
 
 

@@ -79,7 +79,8 @@ def plan_import(options: ImportOptions) -> Conversion:
     check_save_target(options.save, 0, options.overwrite)
     errors = ErrorCollector()
     with errors.collect("hf"):
-        directory = hf_directory.open_hf_directory(options.hf, keeps_mtp=not options.drop_mtp)
+        fix = "leave the head out with {drop_mtp}"
+        directory = hf_directory.open_hf_directory(options.hf, keeps_mtp=not options.drop_mtp, mtp_fix=fix)
     errors.raise_if_any()
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)

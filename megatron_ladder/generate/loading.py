@@ -152,7 +152,7 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, field_name: s
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None, keeps_mtp: bool) -> StoredModel:
-    found = open_hf_directory(directory, keeps_mtp)
+    found = open_hf_directory(directory, keeps_mtp, mtp_fix="leave {draft} out")
     used = find_tokenizer(directory) if tokenizer is None else tokenizer
     eos_ids = _eos_ids(end_ids(found.token_ids), used)
     added = () if used is None else used.added_around()[0]

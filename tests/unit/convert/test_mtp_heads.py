@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.cli.generate import main as generate
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.model.language_model import LanguageModel
@@ -191,6 +192,8 @@ def test_files_that_disagree_about_a_head(tmp_path: Path, capsys: pytest.Capture
     (error,) = errors_of(convert, "import", "--hf", hf, "--save", tmp_path / "a")
     assert "model.layers.4.shared_head.head.weight differs from lm_head.weight, but a drafting head shares" in error
     assert error.endswith("leave the head out with --drop-mtp")
+    (error,) = errors_of(generate, ["--model", str(hf), "--draft", "mtp", "--tokens", "1"])
+    assert error.endswith("a drafting head shares the matrix of the model: leave --draft out")
     del head["model.layers.4.enorm.weight"], head["model.layers.4.shared_head.head.weight"]
     save_file(weights | head, hf / "model.safetensors")
     (error,) = errors_of(convert, "import", "--hf", hf, "--save", tmp_path / "b")
