@@ -29,9 +29,8 @@ from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
 from megatron_ladder.flags import find_problems, keyword_name, section_flags
-from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
-from megatron_ladder.generate.program import check_hardware, load_engine, new_request
+from megatron_ladder.generate.program import check_hardware, load_engine, new_request, open_model_of
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
@@ -324,9 +323,7 @@ class TextGenerator:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
         rank_info = read_rank_info()
         with _read_keywords("TextGenerator()", [ModelOptions], {"model": model, **flags}) as (options,):
-            self._stored = open_model(
-                options.model, options.tokenizer_type, options.tokenizer_model, draft=options.draft
-            )
+            self._stored = open_model_of(options)
             check_hardware(rank_info, options, self._stored.config)
         if rank_info.launched:
             _check_no_process_groups("TextGenerator")

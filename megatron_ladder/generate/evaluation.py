@@ -20,9 +20,9 @@ from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words, parse_config
 from megatron_ladder.errors import Problem, UserError, run_program
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.loading import StoredModel, open_model
+from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ModelOptions
-from megatron_ladder.generate.program import check_hardware, load_engine
+from megatron_ladder.generate.program import check_hardware, load_engine, open_model_of
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.progress import ProgressBar
@@ -54,7 +54,7 @@ class Evaluator:
         starts_ranks = "WORLD_SIZE" not in os.environ and (options.tp or 1) > 1
         if starts_ranks:
             place = RankInfo(0, options.tp or 1, 0)
-        self.stored = _open(options)
+        self.stored = open_model_of(options)
         check_hardware(place, options, self.stored.config)
         if self.stored.tokenizer is None:
             reason = "{model}: the directory has no tokenizer; use {tokenizer_type} and {tokenizer_model}"
@@ -156,10 +156,6 @@ def _environment(others: OtherRanks | None) -> Iterator[None]:
             os.environ.update(before)
 
 
-def _open(options: ModelOptions) -> StoredModel:
-    return open_model(options.model, options.tokenizer_type, options.tokenizer_model, draft=options.draft)
-
-
 def _join(place: RankInfo, options: ModelOptions, stored: StoredModel) -> tuple[GenerationEngine, CommGroup]:
     """Return this rank's engine, and a group in which ranks wait for calls."""
     engine = load_engine(place, options, stored)
@@ -179,7 +175,7 @@ def _follow(engine: GenerationEngine, group: CommGroup) -> None:
 def _main(argv: Sequence[str]) -> None:
     """Run a rank that an `Evaluator` started."""
     options = parse_config(ModelOptions, argv, "evaluation", None)
-    _follow(*_join(read_rank_info(), options, _open(options)))
+    _follow(*_join(read_rank_info(), options, open_model_of(options)))
 
 
 entry_point = functools.partial(run_program, _main)

@@ -66,9 +66,7 @@ def generate(options: GenerateOptions) -> None:
     Raises UserError before any process group exists, except for standard input (read by rank 0) and damaged weights.
     """
     rank_info = read_rank_info()
-    stored = open_model(
-        options.model.model, options.model.tokenizer_type, options.model.tokenizer_model, draft=options.model.draft
-    )
+    stored = open_model_of(options.model)
     check_hardware(rank_info, options.model, stored.config)
     encoder = _prompt_encoder(options, stored)
     if encoder is not None:
@@ -86,6 +84,11 @@ def generate(options: GenerateOptions) -> None:
                     prompts = _read_standard_input(engine, partial(_read_checked_prompts, options, stored, encoder))
                 (_score if options.output.score else _continue)(engine, prompts, options, stored)
         stop_process_group()
+
+
+def open_model_of(options: ModelOptions) -> StoredModel:
+    """Open the model that the flags name; see `open_model`."""
+    return open_model(options.model, options.tokenizer_type, options.tokenizer_model, draft=options.draft)
 
 
 def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
@@ -203,7 +206,9 @@ def _continue(
         return
     if options.output.json:
         generations = engine.generate(requests)
-        _write_stdout("".join(map(_generation_line, repeated, generations)))
+        drafts = options.model.draft is not None
+        lines = (_generation_line(*pair, drafts) for pair in zip(repeated, generations, strict=True))
+        _write_stdout("".join(lines))
     else:
         pieces: list[str] = []
         write = _write_stdout if options.output.stream else pieces.append
@@ -327,7 +332,7 @@ class _TextOutput:
             self._current += 1
 
 
-def _generation_line(prompt: Prompt, generation: Generation) -> str:
+def _generation_line(prompt: Prompt, generation: Generation, drafts: bool) -> str:
     values = {
         "prompt": prompt.text,
         "prompt_ids": generation.prompt_ids,
@@ -341,7 +346,7 @@ def _generation_line(prompt: Prompt, generation: Generation) -> str:
     }
     if generation.logprobs is not None:
         values["logprobs"] = generation.logprobs
-    if generation.timings.accepted_length is None:
+    if not drafts:
         del values["accepted_length"]
     return json.dumps(values) + "\n"
 

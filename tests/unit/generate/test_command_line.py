@@ -272,6 +272,8 @@ def test_drafts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (drafted["ids"], drafted["accepted_length"]) == (plain["ids"], 3.0)
     main([*argv, "--draft", "mtp", "--draft-tokens", "2"])
     assert "; accepted length 3.00; states of a sequence: " in capsys.readouterr().err
+    (single,) = lines_of([*argv, "--draft", "mtp", "--max-new-tokens", "1"], capsys)
+    assert single["accepted_length"] is single["decode_tokens_per_second"] is None
     entry = 4 * 2 * config.num_key_value_heads * config.head_dim
     fixed = plain["state_bytes"] - 28 * entry
     assert drafted["state_bytes"] == 4 * fixed + 2 * (28 + 2) * entry
