@@ -41,15 +41,15 @@ _complete = SpeculativeConfig.__post_init__
 
 
 def enable_drafting_heads() -> None:
-    """Let vLLM's method mtp find the drafting heads of our models. vLLM chooses the class by a list of types."""
+    """Let vLLM's method mtp find the drafting heads of our models, although vLLM's list of types lacks them."""
     SpeculativeConfig.hf_config_override = staticmethod(_configure_drafting_head)
     SpeculativeConfig.__post_init__ = _complete_with_head
 
 
 def _configure_drafting_head(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model's drafting head, given that of the model; other models as vLLM does.
+    """Turn the configuration of a model into that of its drafting head; leave other models to vLLM.
 
-    A head has one standard layer: with experts if the model has them, with a window if all layers of the model have it.
+    A head has one standard layer: with experts if any layer of the model has them, and with a window if all have it.
     """
     if config.model_type != MegatronLadderConfig.model_type or not _has_drafting_head(config):
         return _override_config(config)
@@ -70,10 +70,10 @@ def _configure_drafting_head(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _complete_with_head(speculative: SpeculativeConfig) -> None:
-    """Complete the configuration as vLLM does, which would only say that a method is unknown.
+    """Complete the configuration as vLLM does.
 
     Raises:
-        ValueError: the model has no drafting head.
+        ValueError: the model has no drafting head; vLLM itself would only report an unknown method.
     """
     target = speculative.target_model_config
     is_ours = target is not None and target.hf_config.model_type == MegatronLadderConfig.model_type

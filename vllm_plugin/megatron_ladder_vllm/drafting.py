@@ -24,10 +24,13 @@ from vllm.model_executor.models.utils import maybe_prefix
 
 from megatron_ladder_vllm.in_flight import PendingOutputs, all_reduces_of
 from megatron_ladder_vllm.mixers import new_norm
-from megatron_ladder_vllm.model import LadderDecoderLayer, MegatronLadderForCausalLM, load_layers, read_stream
-
-_PREFIX = "mtp."
-"""How names of the head's tensors begin in a Hugging Face directory."""
+from megatron_ladder_vllm.model import (
+    MTP_PREFIX,
+    LadderDecoderLayer,
+    MegatronLadderForCausalLM,
+    load_layers,
+    read_stream,
+)
 
 
 @support_torch_compile(
@@ -59,7 +62,7 @@ class DraftingHead(nn.Module):
         """Return normed states [tokens, hidden_size].
 
         Args:
-            input_ids: the token after each, [tokens].
+            input_ids: the token after each position, [tokens].
             hidden_states: the states of the model or, for a further draft, of the head, [tokens, hidden_size].
         """
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -90,7 +93,7 @@ class MegatronLadderMTPModel(LocalArgmaxMixin, nn.Module):
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """As `DraftingHead.forward`."""
+        """See `DraftingHead.forward`."""
         return self.model(input_ids, positions, hidden_states, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
@@ -101,12 +104,14 @@ class MegatronLadderMTPModel(LocalArgmaxMixin, nn.Module):
         """Load the tensors of the head.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the files have none.
         """
-        own = {name.removeprefix(_PREFIX): weight for name, weight in weights if name.startswith(_PREFIX)}
-        if "fc.weight" not in own:
+        head_weights = {
+            name.removeprefix(MTP_PREFIX): weight for name, weight in weights if name.startswith(MTP_PREFIX)
+        }
+        if "fc.weight" not in head_weights:
             raise ValueError(
                 f"{self.directory}: config.json announces a drafting head (mtp_num_hidden_layers), but the files lack "
                 "its tensors (mtp.*); export the model with its head, or omit --speculative-config"
             )
-        return {f"model.{name}" for name in load_layers(self.model, self.model.config, own.items())}
+        return {f"model.{name}" for name in load_layers(self.model, self.model.config, head_weights.items())}

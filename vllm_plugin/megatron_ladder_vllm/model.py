@@ -50,6 +50,9 @@ from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderCon
 from megatron_ladder_vllm.in_flight import AllReduces, Norm, PendingOutputs
 from megatron_ladder_vllm.mixers import LATENT_PROJECTIONS, MIXERS, gated, leave_unreduced, new_norm
 
+MTP_PREFIX = "mtp."
+"""Prefix of the names of a drafting head's tensors in a Hugging Face directory."""
+
 
 def unreduced_mlp(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> LlamaMLP:
     """Return a SwiGLU MLP whose outputs are this rank's parts of sums."""
@@ -387,7 +390,8 @@ class MegatronLadderForCausalLM(LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load all tensors but those of a drafting head, which is a separate model in vLLM."""
-        loaded: set[str] = super().load_weights((name, weight) for name, weight in weights if name[:4] != "mtp.")
+        model_weights = ((name, weight) for name, weight in weights if not name.startswith(MTP_PREFIX))
+        loaded: set[str] = super().load_weights(model_weights)
         return loaded
 
 

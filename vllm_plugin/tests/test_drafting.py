@@ -1,4 +1,4 @@
-"""Drafts of drafting heads: those of plain arithmetic and of vLLM's heads, and the same tokens as without."""
+"""Drafts equal those of plain arithmetic and of vLLM's heads, and the tokens those without drafts."""
 
 import json
 import re
@@ -25,13 +25,16 @@ def _cases() -> Iterator[Any]:
 
 
 def options_of(model: str) -> dict[str, Any]:
-    """Return options: a test of drafts reads prompts in one step; gated DeltaNet cannot cache prefixes on a CPU."""
+    """Return options: prompts are read in one step; gated DeltaNet with drafts cannot cache prefixes on a CPU."""
     has_delta = model in DELTA or model.startswith("qwen")
     return {"max_num_batched_tokens": 64, "enable_prefix_caching": not has_delta}
 
 
 def expected_drafts(prompt: list[int], tokens: list[int], after: list[int]) -> list[int]:
-    """Return the drafts of a sequence, given the one after each of its tokens, of which an accepted one leaves out."""
+    """Return the drafts of a sequence, given the draft after each of its tokens.
+
+    After an accepted draft, the next step is two positions further.
+    """
     sequence = prompt + tokens
     position, drafts = len(prompt) - 1, []
     while position < len(sequence) - 1:
@@ -52,7 +55,7 @@ def test_drafts_and_tokens_equal_those_of_plain_arithmetic(
     for tokens, found in (one if rank_count == 1 else ranks)(engines.drafted, models / f"head-{model}", 1, options):
         assert tokens == references[name]
         expected = [*map(expected_drafts, make_prompts(), tokens, after)]
-        # The last step of a sequence may draft what follows it.
+        # The last step of a sequence may draft a token behind its end.
         assert [drafts[: len(known)] for drafts, known in zip(found, expected, strict=True)] == expected
         steps = sum(map(len, expected))
         assert sum(map(len, found)) <= steps + len(expected)
@@ -66,7 +69,7 @@ def test_drafts_and_tokens_equal_those_of_plain_arithmetic(
 def test_drafts_equal_those_of_qwen_in_vllm(
     model: str, rank_count: int, count: int, models: Path, one: Any, ranks: Any
 ) -> None:
-    """Of the last model, with vLLM's own kernels of gated DeltaNet."""
+    """The last model runs with vLLM's own kernels of gated DeltaNet."""
     from vllm_plugin.tests import engines
 
     options = options_of(model) | ({"dtype": "bfloat16"} if model.endswith("cpu") else {})
@@ -112,7 +115,7 @@ def start_of_drafting(folder: Path) -> str:
 
 
 def test_no_draft_is_a_part_of_a_piecewise_graph(models: Path, one: Any) -> None:
-    """Its all-reduces would be rejected. vLLM has piecewise graphs of drafts where the model's steps are captured."""
+    """Such a graph cannot contain the head's all-reduces. vLLM would use it where the model's steps are captured."""
     assert one(graphs_of_drafts, models / "head-ladder") == [["NONE"]]
 
 
