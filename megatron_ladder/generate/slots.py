@@ -338,17 +338,17 @@ class SlotBatch:
         A captured step computes all slots, and any other one the slots up to the last unfinished sample.
         """
         count = 1 + max(row for row, sample in enumerate(self._samples) if sample.finish_reason is None)
-        of_samples = [sample.step_inputs(self._draft_tokens) for sample in self._samples[:count]]
+        step_inputs = [sample.step_inputs(self._draft_tokens) for sample in self._samples[:count]]
         uniform = self._sampler.draw(count, self._numbers)
-        rows = [[*inputs, *numbers] for inputs, numbers in zip(of_samples, uniform, strict=True)]
-        lowest, highest = min(inputs[-1] for inputs in of_samples), max(inputs[-1] for inputs in of_samples)
+        rows = [[*inputs, *numbers] for inputs, numbers in zip(step_inputs, uniform, strict=True)]
         if self._captured is not None:
             rows += [[PADDING] * len(rows[0])] * (self._slots - count)
         # Doubles represent all ids and columns exactly.
         inputs = to_device(torch.tensor(rows, dtype=torch.float64), self._device)
         if self._captured is None:
-            extent = highest + 1 + self._draft_tokens
-            return self._finish(self._next_tokens(inputs, extent, is_even=lowest == highest))
+            positions = [position for *_, position in step_inputs]
+            extent = max(positions) + 1 + self._draft_tokens
+            return self._finish(self._next_tokens(inputs, extent, is_even=min(positions) == max(positions)))
         graph, chosen = self._captured
         self._inputs.copy_(inputs)
         graph.replay()

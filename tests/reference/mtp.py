@@ -64,7 +64,7 @@ def _layer_output(
 
 @torch.no_grad()
 def greedy_drafts(weights: Weights, config: ReferenceConfig, ids: Sequence[int], count: int) -> list[int]:
-    """Return the tokens that the head expects after `ids`, at least two; after the first, it reads its own outputs."""
+    """Return `count` drafts after at least two `ids`. From the second draft on, the head reads its own outputs."""
     tokens, words = torch.tensor([ids]), weights["embedding.weight"]
     x = _layer_input(weights, config, words[tokens[:, 1:]], _read_stream(weights, config, tokens[:, :-1], None))
     drafts: list[int] = []
@@ -103,7 +103,7 @@ def drafting_loss(
 def confirmed_drafts(
     weights: Weights, config: ReferenceConfig, tokens: Tensor, mask: Tensor, sight: Sight | None = None
 ) -> Tensor:
-    """Return the sum over the targets of the head where its most likely token is that of the model, too."""
+    """Return the sum of the mask over the head's targets where head and model have the same most likely token."""
     drafts = drafting_logits(weights, config, tokens, sight).argmax(-1)
     chosen = reference_logits(weights, config, tokens, sight).argmax(-1)
     return ((drafts == chosen[:, 1:]) * drafting_targets(mask, sight)).sum()

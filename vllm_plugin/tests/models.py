@@ -197,8 +197,8 @@ HEADS_OF_VLLM: dict[str, dict[str, Any]] = {
     "qwen3-5-moe": WIRINGS["ladder"] | _DELTA_EXPERTS,
     "qwen3-5-cpu": DELTA_ON_CPU["delta-cpu"],
 }
-"""Models of vLLM that are written with a drafting head twice, as `head-MODEL` and as `head-MODEL-ours`, a model of our
-type. That is the late model of these changes, without its late layers."""
+"""Models of vLLM with a drafting head, and the changes that make them late. Each is written as `head-MODEL`, and with
+our type as `head-MODEL-ours`: exported as a late model, whose config.json is then set to the standard wiring."""
 SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MATRICES += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

@@ -261,7 +261,7 @@ def test_flags_and_prompts_that_cannot_be_continued(
 
 
 def test_drafts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the bytes of the head's states, and of those after each draft."""
+    """So are the bytes of the head's states, and of the states after each draft."""
     config = tiny_config(**MODELS["delta"], mtp_num_layers=1)
     weights, _ = drafting_reference(config, *ALWAYS)
     argv = ["--model", str(write_checkpoint(tmp_path, config, weights)), "--tokens", "5 9 3", "--temperature", "0"]

@@ -187,7 +187,7 @@ def test_every_end_of_a_text_is_in_the_same_place(monkeypatch: pytest.MonkeyPatc
 def test_a_penalty_for_seen_tokens_counts_drafts_before_a_token(penalty: float) -> None:
     config = tiny_config(**HEAD)
     weights, _ = drafting_reference(config, *SOMETIMES)
-    # Rarely does the newest draft decide.
+    # The newest draft rarely decides, so it takes many prompts.
     prompts = [(number, 3 * number % 67) for number in range(1, 67, 2)]
     requests = [GenerationRequest(prompt, 12, replace(GREEDY, repetition_penalty=penalty)) for prompt in prompts]
     found = tiny_engine(config, weights, 3).generate(requests)

@@ -110,7 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 SOMETIMES, ALWAYS, NEVER = (1.0, 1.0), (3.0, 3.0), (3.0, -3.0)
-"""Arguments of `drafting_reference` for models whose drafts are accepted so often."""
+"""Sharpness and trust of `drafting_reference` for models whose drafts are accepted so often."""
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -128,8 +128,8 @@ def drafting_reference(
 ) -> tuple[dict[str, Tensor], ReferenceConfig]:
     """Return weights of a model with a drafting head, and sizes, for `tests.reference`.
 
-    Every word has a usual next word. The larger the `sharpness`, the more rarely the context makes another one of it.
-    The larger the `trust`, the more rarely does it in the head; with a negative one, the head expects that word least.
+    Every word has a usual next word. With a larger `sharpness`, the model more often chooses that word, whatever the
+    context. With a larger `trust`, so does the head; with a negative one, it is the word that the head expects least.
     """
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, 3, dtype)
