@@ -86,11 +86,8 @@ def _expert_parallel_sizes(model: ModelConfig, tensor: int, data: int) -> list[i
     if not model.num_experts:
         return []
     sizes = _divisors(tensor * data, model.num_experts)[1:]
-    return [size for size in sizes if not tensor_parallel_errors(model, tensor, size) and _is_aligned(size, tensor)]
-
-
-def _is_aligned(experts: int, tensor: int) -> bool:
-    return experts % tensor == 0 or tensor % experts == 0
+    aligned = [size for size in sizes if size % tensor == 0 or tensor % size == 0]
+    return [size for size in aligned if not tensor_parallel_errors(model, tensor, size)]
 
 
 def _chunk_counts(layers: int, stages: int) -> list[int]:
