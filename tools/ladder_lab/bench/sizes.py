@@ -175,8 +175,8 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores; small-moe*: so do attention and the
-experts that a token uses. small-ep*: attention, shared expert and routed experts take 1 : 0.9 : 0.95, 1 : 0.4 : 1.4 and
-1 : 0 : 1.25 on 160 tokens. small-hybrid: dense, and a quarter as wide as qwen3.6-35b-a3b. study-*: for docs/studies.md.
+experts that a token uses. small-ep*: for --ep (docs/benchmark.md). small-hybrid: dense, and a quarter as wide as
+qwen3.6-35b-a3b. study-*: for docs/studies.md.
 small-llama: the MLP costs twice as much, as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b
 and paper-4.5b are its deeper ladders, with the 52 layers of 1.55b and 3.9bh in the authors' inference program
 (github.com/mayank31398/ladder-residual-inference, gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32
