@@ -32,7 +32,7 @@ from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.mixers.mixer import Mixer, StateKind
-from megatron_ladder.blueprint.model import ModelConfig, mixer_states, mtp_states, state_bytes
+from megatron_ladder.blueprint.model import ModelConfig, mixer_states, mtp_states
 from megatron_ladder.blueprint.specs import Branch, Role
 from megatron_ladder.blueprint.tensors import SubBlockTensors, head_tensor, layer_tensors, model_tensors, mtp_tensors
 from megatron_ladder.blueprint.wiring import BranchKind
@@ -148,25 +148,21 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
     for tensor in model_tensors(request.model):
         number_bytes = request.weight_bits / 8 if tensor.role is Role.MATRIX else BYTES
         weights += tensor.local_numel(request.ranks) * number_bytes
-    positions = request.prompt + request.new_tokens
-    states = state_bytes(request.model, request.ranks, positions, BYTES) + _draft_bytes(request, positions)
-    return InferenceMemory(weights, request.batch * states)
+    return InferenceMemory(weights, request.batch * _sequence_bytes(request, request.prompt + request.new_tokens))
 
 
-def _draft_bytes(request: InferenceRequest, positions: float) -> float:
-    """Return the further bytes of a sequence with drafts: states of the head, fixed states after each token of a step,
-    and room for these tokens in windows, as `States.allocate` makes them."""
+def _sequence_bytes(request: InferenceRequest, positions: float) -> float:
+    """Return the bytes of the states of a sequence, as `States.allocate` makes them.
+
+    With drafts, these are also states of the head, fixed states after each token of a step, and room for these tokens
+    in windows.
+    """
     drafts = request.draft_tokens
-    if not drafts:
-        return 0.0
-    of_model = chain.from_iterable(mixer_states(request.model, request.ranks))
-    of_head = chain.from_iterable(mtp_states(request.model, request.ranks))
+    of_head = mtp_states(request.model, request.ranks) if drafts else []
     total = 0.0
-    for spec, is_head in (*((spec, False) for spec in of_model), *((spec, True) for spec in of_head)):
-        wider = replace(spec, window=spec.window + drafts)
-        total += wider.bytes(positions, BYTES) - (0 if is_head else spec.bytes(positions, BYTES))
-        if spec.kind is StateKind.FIXED:
-            total += (drafts + 1) * spec.bytes(positions, BYTES)
+    for spec in chain(*mixer_states(request.model, request.ranks), *of_head):
+        copies = drafts + 2 if drafts and spec.kind is StateKind.FIXED else 1
+        total += copies * replace(spec, window=spec.window + drafts).bytes(positions, BYTES)
     return total
 
 
@@ -174,7 +170,6 @@ def predict_inference(request: InferenceRequest) -> InferenceTimes:
     """Return the seconds of prefill, which gives the first token, and of decoding the others."""
     # The mean of all steps: attention covers the prompt and half of the new tokens.
     positions = request.prompt + request.new_tokens / 2
-
     step = _decode_pass_seconds(request, layer_tensors(request.model), positions)
     if request.draft_tokens:
         step += request.draft_tokens * _draft_seconds(request, positions)
