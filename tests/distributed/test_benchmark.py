@@ -79,7 +79,7 @@ def expert_rows() -> list[BenchmarkRow]:
 
 
 def test_expert_parallel_passes_wait_for_their_tokens(gloo_pools: GlooPools) -> None:
-    """Such an all-to-all hides nothing but the sub-block that it flies under; its numbers of rows take no time."""
+    """Such an all-to-all hides nothing but the sub-block that it travels under; its numbers of rows take no time."""
     for rows in gloo_pools(2).run(expert_rows):
         by_wiring = {row.wiring: row for row in rows}
         assert list(by_wiring) == ["standard", "shortcut", "no-comm", "no-comm-shortcut"]

@@ -57,7 +57,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "shortcut-unnormalized": late("shortcut", **GLM | {"moe_router_unnormalized": True}),
 }
 
-ROUTED: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layers": (0, 1)}
 LETTERS = {
     SubBlockKind.MIXER: "A",
     SubBlockKind.MIXER_SHARED: "A",
@@ -117,6 +116,13 @@ class How(NamedTuple):
     capacity: int | None = None
     """Rows of an expert."""
 
+    @property
+    def options(self) -> StackOptions:
+        """The options of the stack."""
+        return StackOptions(
+            self.overlap != "blocking", self.recompute, mirrored_backward=self.overlap != "forward-overlap"
+        )
+
 
 class Outcome(NamedTuple):
     """Sums over the data-parallel ranks."""
@@ -127,9 +133,13 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def expert_mesh(tensor: int, experts: int, replicas: tuple[int, ...], stages: int = 1) -> ProcessMesh:
+def _expert_mesh(tensor: int, experts: int, replicas: tuple[int, ...], stages: int) -> ProcessMesh:
     options = {"sequence_parallel": tensor > 1, "expert_parallel": experts}
     return ProcessMesh.build(tensor, stages, replicas, **options)
+
+
+def expert_mesh(config: ModelConfig, tensor: int, experts: int, stages: int = 1) -> ProcessMesh:
+    return _expert_mesh(tensor, experts, head_replicas(config, tensor), stages)
 
 
 def build_parts(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How) -> list[LanguageModel]:
@@ -137,11 +147,10 @@ def build_parts(config: ModelConfig, weights: Weights, experts: ExpertOptions, h
     dtype = weights["embedding.weight"].dtype
     layout = how.layout
     experts = replace(experts, capacity=how.capacity)
-    mesh = expert_mesh(layout.tensor, layout.experts, head_replicas(config, layout.tensor))
-    options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
+    mesh = expert_mesh(config, layout.tensor, layout.experts)
     parts = []
     for bound in itertools.pairwise((0, *how.cuts, config.num_layers)):
-        part = LanguageModel(config, mesh, options, chunks=[range(*bound)], dtype=dtype, experts=experts)
+        part = LanguageModel(config, mesh, how.options, chunks=[range(*bound)], dtype=dtype, experts=experts)
         fill_slices(part, weights)
         part.stack.side_queue = InlineQueue() if layout.queue else None
         parts.append(part)
@@ -164,6 +173,11 @@ def freeze(model: LanguageModel, frozen: str) -> None:
         parameter.requires_grad_(not any(re.search(frozen, section.name) for section in sections))
 
 
+def part_of_rank(batch: Batch, data: CommGroup) -> Batch:
+    """Return this data-parallel rank's rows."""
+    return Batch(*(rows.chunk(data.size)[data.rank] for rows in batch))
+
+
 def run_case(
     config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch, frozen: str
 ) -> Outcome:
@@ -172,7 +186,7 @@ def run_case(
     for part in parts:
         freeze(part, frozen)
     data = parts[0].stack.mesh.data
-    own = Batch(*(part.chunk(data.size)[data.rank] for part in batch))
+    own = part_of_rank(batch, data)
     loss_sum, sums = torch.zeros(1, dtype=torch.float64), PassStats()
     all_tokens = int(batch.lengths.sum())
     for tokens, labels, mask, lengths in micro_batches(own, how.micro_batches):
@@ -260,6 +274,24 @@ def test_every_wiring_and_layout(
     check(gloo_pools, config, how, make_batch(config), unused, **losses)
 
 
+def routed_model(model: str, layers: int = 2, **changes: Any) -> ModelConfig:
+    """Return a wiring with experts in every layer: `ladder`, `ladder 2` with staleness 2, or `ladder-routed` without a
+    shared expert."""
+    residual_mode, _, staleness = model.removesuffix("-routed").partition(" ")
+    has_shared = residual_mode != "longcat" and not model.endswith("-routed")
+    fields: dict[str, Any] = {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 8,
+        "moe_layers": range(layers),
+        "moe_shared_expert_intermediate_size": 8 if has_shared else 0,
+        "num_layers": layers,
+        "residual_mode": residual_mode,
+        "ladder_layers": range(layers) if WIRINGS_BY_NAME[residual_mode].late else (),
+        "residual_staleness": int(staleness or 1),
+    }
+    return small_model(**fields | changes)
+
+
 def record_middle(body: Body, name: str, events: list[str]) -> None:
     if body.middle is None:
         return
@@ -290,7 +322,7 @@ def events(
     Backward, `C3` is the gradient of a combine and `D3` that of a dispatch, `a3` is where the output projection has
     gone backward, and `A3` where the gradients of the weights are complete.
     """
-    mesh = expert_mesh(tensor, 2, head_replicas(config, tensor))
+    mesh = expert_mesh(config, tensor, 2)
     group = RecordingGroup(mesh.experts)
     group.width = config.hidden_size
     options, experts = StackOptions(overlap, recompute), ExpertOptions(capacity=capacity)
@@ -381,7 +413,7 @@ def planned_events(config: ModelConfig) -> str:
         ),
         # They travel under the experts of layer 0.
         (
-            "staleness-2",
+            "ladder 2",
             "D0 A0 a0 D1 S0 s0 d0 R0 C0 A1 a1 S1 d1 R1 C1 s1 c0 c1",
             "C1 C0 s1 c1 D1 R1 S1 a1 A1 c0 D0 R0 s0 S0 d1 a0 A0 d0",
         ),
@@ -405,15 +437,7 @@ def planned_events(config: ModelConfig) -> str:
 )
 def test_tokens_travel_under_other_sub_blocks(gloo_pools: GlooPools, model: str, forward: str, backward: str) -> None:
     """Forward, the numbers of rows go ahead of them, and nowhere else."""
-    residual_mode = "ladder" if model.startswith("staleness") else model.removesuffix("-routed")
-    config = small_model(
-        num_layers=2,
-        residual_mode=residual_mode,
-        ladder_layers=(0, 1) if WIRINGS_BY_NAME[residual_mode].late else (),
-        residual_staleness=2 if model == "staleness-2" else 1,
-        **ROUTED,
-        moe_shared_expert_intermediate_size=0 if model == "longcat" or model.endswith("-routed") else 8,
-    )
+    config = routed_model(model)
     assert planned_events(config) == forward
     for training in (True, False):
         for found, mirrored in gloo_pools(2).run(events, config, 1, 0, training):
@@ -421,9 +445,9 @@ def test_tokens_travel_under_other_sub_blocks(gloo_pools: GlooPools, model: str,
             assert mirrored == (backward if training else "")
 
 
-def test_with_a_capacity_rows_fly_before_their_numbers_are_waited_for(gloo_pools: GlooPools) -> None:
+def test_with_a_capacity_rows_travel_before_their_numbers_are_waited_for(gloo_pools: GlooPools) -> None:
     """An evaluation waits for the numbers, because it cannot be repeated with a larger capacity."""
-    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    config = routed_model("ladder-routed")
     for training, expected in (
         (True, "K0 D0 A0 a0 d0 k0 R0 C0 A1 c0 K1 D1 a1 d1 k1 R1 C1 c1"),
         (False, "K0 k0 D0 A0 a0 d0 R0 C0 A1 c0 K1 k1 D1 a1 d1 R1 C1 c1"),
@@ -435,19 +459,13 @@ def test_with_a_capacity_rows_fly_before_their_numbers_are_waited_for(gloo_pools
 
 def test_recomputation_sends_tokens_again_under_other_sub_blocks(gloo_pools: GlooPools) -> None:
     """The numbers of rows are kept. Each layer dispatches again, combines, and dispatches, numbered from 3 to 0."""
-    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    config = routed_model("ladder-routed")
     for _, backward in gloo_pools(2).run(events, config, 1, 2, True):
         assert backward == "D1 C1 d1 c1 D0 R1 a1 D1 a1 d0 C0 A1 d1 c0 D0 R0 a0 a0 A0 d0"
 
 
 def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
-    config = small_model(
-        **ROUTED,
-        num_layers=2,
-        residual_mode="ladder",
-        ladder_layers=(0, 1),
-        moe_shared_expert_intermediate_size=8,
-    )
+    config = routed_model("ladder")
     for training in (True, False):
         for forward, backward in gloo_pools(2).run(events, config, 1, 0, training, False):
             assert forward == " ".join(f"A{i} a{i} S{i} s{i} K{i} k{i} D{i} d{i} R{i} C{i} c{i}" for i in (0, 1))
@@ -457,7 +475,7 @@ def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
 
 def sent_tokens(config: ModelConfig) -> int:
     """Return how many tensors of tokens with the weights of their choices are left after a forward pass."""
-    model = LanguageModel(config, expert_mesh(1, 2, head_replicas(config, 1)), StackOptions(), seed=1)
+    model = LanguageModel(config, expert_mesh(config, 1, 2), StackOptions(), seed=1)
     state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
     output, _ = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     gc.collect()
@@ -468,7 +486,7 @@ def sent_tokens(config: ModelConfig) -> int:
 
 
 def test_backward_keeps_the_rows_that_arrive_and_not_those_sent(gloo_pools: GlooPools) -> None:
-    config = small_model(**ROUTED, num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    config = routed_model("ladder-routed")
     assert gloo_pools(2).run(sent_tokens, config) == [0, 0]
 
 
@@ -482,7 +500,7 @@ class Kept(NamedTuple):
 
 def kept_by_forward(config: ModelConfig, popular: tuple[int, ...], capacity: int | None) -> Kept:
     """Run a forward pass of 64 tokens on each rank, all of which choose among the popular experts."""
-    mesh = expert_mesh(1, 2, head_replicas(config, 1))
+    mesh = expert_mesh(config, 1, 2)
     model = LanguageModel(config, mesh, StackOptions(), seed=1, experts=ExpertOptions(capacity=capacity))
     for router in model.routers:
         assert router.expert_bias is not None
@@ -500,14 +518,8 @@ def kept_by_forward(config: ModelConfig, popular: tuple[int, ...], capacity: int
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_memory_follows_from_the_rows_that_arrive(gloo_pools: GlooPools, wiring: str) -> None:
     """A row keeps its input, its weight, and its products with gate and up, whichever rank it comes from."""
-    config = small_model(
-        **{**ROUTED, "moe_ffn_hidden_size": 64},
-        hidden_size=128,
-        num_layers=2,
-        residual_mode=wiring,
-        ladder_layers=(0, 1) if wiring == "ladder" else (),
-        moe_router_enable_expert_bias=True,
-    )
+    changes = {"moe_ffn_hidden_size": 64, "hidden_size": 128, "moe_router_enable_expert_bias": True}
+    config = routed_model(f"{wiring}-routed", **changes)
     bytes_of_row = 4 * (128 + 1 + 2 * 64)
     everywhere, first, last = (0, 1, 2, 3), (0, 1), (2, 3)
     balanced = gloo_pools(2).run(kept_by_forward, config, everywhere, None)
@@ -579,7 +591,7 @@ def evaluated(config: ModelConfig, weights: Weights, how: How, batch: Batch) -> 
     """Return the loss of an evaluation."""
     (part,) = build_parts(config, weights, ExpertOptions(), how)
     data = part.stack.mesh.data
-    own = Batch(*(one.chunk(data.size)[data.rank] for one in batch))
+    own = part_of_rank(batch, data)
     with torch.no_grad():
         loss, _ = part.stage(own.tokens, own.labels, own.loss_mask, lengths=own.lengths)
     return data.all_reduce(loss).item()
@@ -627,7 +639,7 @@ class Bits(NamedTuple):
 def bits(config: ModelConfig, weights: Weights, how: How, batch: Batch) -> Bits:
     (model,) = build_parts(config, weights, ExpertOptions(), how)
     data = model.stack.mesh.data
-    own = Batch(*(part.chunk(data.size)[data.rank] for part in batch))
+    own = part_of_rank(batch, data)
     streams: list[Tensor] = []
     model.final_norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].detach().clone()))
     loss, stats = run_chain([model], own.tokens, own.labels, targets=own.tokens.numel())

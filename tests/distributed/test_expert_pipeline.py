@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig, head_replicas
-from megatron_ladder.blueprint.wiring import WIRINGS as WIRINGS_BY_NAME
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.engine.engine import Engine, ModelInputs
@@ -24,7 +23,6 @@ from tests.distributed.test_correctness import PER_SEQUENCE, Batch, micro_batche
 from tests.distributed.test_expert_parallel import (
     LETTERS,
     MODELS,
-    ROUTED,
     UNUSED,
     VARIANTS,
     How,
@@ -34,6 +32,8 @@ from tests.distributed.test_expert_parallel import (
     expert_mesh,
     freeze,
     make_batch,
+    part_of_rank,
+    routed_model,
     summed_gradients,
 )
 from tests.helpers.pairwise import usual_share
@@ -77,7 +77,7 @@ def events_of_a_stage(config: ModelConfig, chunks: Sequence[Sequence[range]], tr
     They are those of `RecordingPipeline`, launches and waits of dispatches and combines, and of their gradients (`D`,
     `d`, `C`, `c`), and starts of bodies by layer, forward (`A3`) and backward (`A3'`).
     """
-    mesh = expert_mesh(1, 2, head_replicas(config, 1), len(chunks))
+    mesh = expert_mesh(config, 1, 2, len(chunks))
     experts = RecordingGroup(mesh.experts)
     experts.width = config.hidden_size
     events = experts.events
@@ -100,19 +100,8 @@ def events_of_a_stage(config: ModelConfig, chunks: Sequence[Sequence[range]], tr
     return " ".join(event[0] if event[0] in "CcDd" else event for event in events if event[0] not in "Kk")
 
 
-def model_of(model: str, layers: int) -> ModelConfig:
-    residual_mode, _, staleness = model.partition(" ")
-    return small_model(
-        **ROUTED | {"moe_layers": range(layers)},
-        num_layers=layers,
-        residual_mode=residual_mode,
-        ladder_layers=range(layers) if WIRINGS_BY_NAME[residual_mode].late else (),
-        residual_staleness=int(staleness or 1),
-        moe_shared_expert_intermediate_size=0 if model == "longcat" else 8,
-    )
-
-
 # One layer in each of two stages. The first stage receives no state, and the last one no gradient.
+STAGES = [[range(0, 1)], [range(1, 2)]]
 FIRST, LAST = "D A0 S0 d R0 C >0 c >1 .0 C c R0' D .1 S0' A0' d", ".0 A1 .1 D S1 d R1 C c C S1' c R1' D d >0 A1' >1"
 
 
@@ -145,20 +134,19 @@ def test_an_output_of_experts_does_not_delay_the_stream(
 ) -> None:
     """Where R is missing at the cut, the stream leaves before its combine is waited for, and it is waited for where it
     is seen. Its gradient leaves first, and R goes backward before the gradient of the stream is waited for."""
-    stages = [[range(0, 1)], [range(1, 2)]]
-    events = gloo_pools(4).run(events_of_a_stage, model_of(model, 2), stages, True, True)
+    events = gloo_pools(4).run(events_of_a_stage, routed_model(model), STAGES, True, True)
     assert events == [first, first, last, last]
 
 
 def test_every_cut_has_its_messages(gloo_pools: GlooPools) -> None:
     """Three stages, the first of which has two layers, and two stages of two chunks."""
     three = [[range(0, 2)], [range(2, 3)], [range(3, 4)]]
-    first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, model_of("farskip", 4), three, True, True)
+    first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, routed_model("farskip", 4), three, True, True)
     assert first == "D A0 S0 d R0 C A1 c D S1 d R1 C >0 c >1 .0 C c R1' D .1 S1' d C A1' c R0' D S0' A0' d"
     assert middle == ".0 A2 .1 D S2 d R2 C >0 c >1 .2 C c R2' D .3 S2' d >2 A2' >3"
     assert last == ".0 A3 .1 D S3 d R3 C c C S3' c R3' D d >0 A3' >1"
     chunks = [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
-    first, _, last, _ = gloo_pools(4).run(events_of_a_stage, model_of("farskip", 4), chunks, True, True)
+    first, _, last, _ = gloo_pools(4).run(events_of_a_stage, routed_model("farskip", 4), chunks, True, True)
     backward = ".2 C c R2' D .3 S2' d >4 A2' >5 .4 C c R0' D .5 S0' A0' d"
     assert first == f"D A0 S0 d R0 C >0 c >1 .0 A2 .1 D S2 d R2 C >2 c >3 {backward}"
     backward = "C S3' c R3' D d >2 A3' >3 .4 C c R1' D .5 S1' d >4 A1' >5"
@@ -168,21 +156,29 @@ def test_every_cut_has_its_messages(gloo_pools: GlooPools) -> None:
 def test_an_output_passes_through_a_stage(gloo_pools: GlooPools) -> None:
     """The last stage is the first one that sees the experts of layer 0, and receives them from the one before it."""
     stages = [[range(0, 2)], [range(2, 3)], [range(3, 4)]]
-    first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, model_of("ladder 4", 4), stages, True, True)
+    first, _, middle, _, last, _ = gloo_pools(6).run(events_of_a_stage, routed_model("ladder 4", 4), stages, True, True)
     assert first == "D A0 D S0 d R0 C A1 S1 d R1 C >0 c c >1 >2 .0 C c .1 C R1' D .2 S1' A1' c R0' D S0' A0' d d"
     assert middle == ".0 D A2 S2 d R2 C .1 >0 .2 c >1 >2 .3 C c .4 >3 .5 >4 R2' D S2' A2' d >5"
     assert last == ".0 D A3 S3 d R3 C .1 .2 c C >0 >1 S3' c R3' D A3' d >2"
 
 
-def test_without_overlap_everything_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
-    events = gloo_pools(4).run(events_of_a_stage, model_of("farskip", 2), [[range(0, 1)], [range(1, 2)]], True, False)
-    first, last = "A0 S0 D d R0 C c >0 >1 .0 .1 C c D d", ".0 .1 A1 S1 D d R1 C c C c D d >0 >1"
-    assert events == [first, first, last, last]
-
-
-def test_an_evaluation_sends_the_stream_ahead(gloo_pools: GlooPools) -> None:
-    events = gloo_pools(4).run(events_of_a_stage, model_of("farskip", 2), [[range(0, 1)], [range(1, 2)]], False, True)
-    first, last = "D A0 S0 d R0 C >0 c >1", ".0 A1 .1 D S1 d R1 C c"
+@pytest.mark.parametrize(
+    ("trains", "overlap", "first", "last"),
+    [
+        pytest.param(
+            True,
+            False,
+            "A0 S0 D d R0 C c >0 >1 .0 .1 C c D d",
+            ".0 .1 A1 S1 D d R1 C c C c D d >0 >1",
+            id="everything is waited for at once",
+        ),
+        pytest.param(False, True, "D A0 S0 d R0 C >0 c >1", ".0 A1 .1 D S1 d R1 C c", id="evaluation"),
+    ],
+)
+def test_passes_without_overlap_or_backward(
+    gloo_pools: GlooPools, trains: bool, overlap: bool, first: str, last: str
+) -> None:
+    events = gloo_pools(4).run(events_of_a_stage, routed_model("farskip"), STAGES, trains, overlap)
     assert events == [first, first, last, last]
 
 
@@ -191,16 +187,15 @@ def run_stages(
 ) -> Outcome:
     """Run this stage's passes of a step, with messages between stages; as `run_case`. The cuts bound chunks."""
     layout = how.layout
-    mesh = expert_mesh(layout.tensor, layout.experts, head_replicas(config, layout.tensor), layout.stages)
-    options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
+    mesh = expert_mesh(config, layout.tensor, layout.experts, layout.stages)
     bounds = [range(*bound) for bound in itertools.pairwise((0, *how.cuts, config.num_layers))]
     chunks = bounds[mesh.pipeline.rank :: layout.stages]
-    model = LanguageModel(config, mesh, options, chunks=chunks, dtype=torch.float64, experts=experts)
+    model = LanguageModel(config, mesh, how.options, chunks=chunks, dtype=torch.float64, experts=experts)
     fill_slices(model, weights)
     freeze(model, frozen)
     model.stack.side_queue = InlineQueue() if layout.queue else None
     engine: Any = Engine(model, None, mesh, CPU)  # type: ignore[arg-type]
-    own = Batch(*(part.chunk(mesh.data.size)[mesh.data.rank] for part in batch))
+    own = part_of_rank(batch, mesh.data)
     all_tokens = int(batch.lengths.sum())
     scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in (batch.targets, all_tokens, 1)))
     inputs: list[ModelInputs] = [

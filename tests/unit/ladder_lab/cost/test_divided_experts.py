@@ -100,7 +100,7 @@ def test_late_weight_gradients_hide_the_all_to_alls_of_backward(wire: float) -> 
 
 
 @pytest.mark.parametrize("wire", [2.0, 6.0, 7.0, 10.0])
-def test_tokens_fly_for_a_layer_with_staleness_2(wire: float) -> None:
+def test_tokens_travel_for_a_layer_with_staleness_2(wire: float) -> None:
     """Dispatch starts behind attention of the layer before."""
     assert a_layer("staleness-2", wire)[0] == pytest.approx(max(A, wire) + max(S + R, wire))
 
