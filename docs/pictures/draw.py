@@ -67,7 +67,7 @@ FINE = 1e-9
 """Shorter times are rounding errors."""
 UNIT = "c: the time that one sub-block computes"
 OUTPUT = {SubBlockKind.MIXER: 0.25, SubBlockKind.SHARED_EXPERT: 0.25}
-"""Computation of a sub-block's output projection in c, in the middle before which others may run."""
+"""Time in c that the output projection of a sub-block takes; other sub-blocks may run just before it."""
 DGRAD, WGRAD = 1.1, 0.9
 """Computation of the gradients of a sub-block's input and weights, over its forward computation."""
 

@@ -1,7 +1,7 @@
 """Drafting in one process, compared with recomputation of the whole text for every token and every draft."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -157,8 +157,8 @@ def test_captured_drafting_gives_the_same_tokens_with_one_read_for_each_step(
     engine.close()
 
 
-def in_bytes(config: ModelConfig, weights: Weights, draft_tokens: int, **options: Any) -> GenerationEngine:
-    engine = tiny_engine(config, weights, draft_tokens, **options)
+def in_bytes(config: ModelConfig, weights: Weights, draft_tokens: int) -> GenerationEngine:
+    engine = tiny_engine(config, weights, draft_tokens)
     engine.tokenizer = ByteTokenizer()
     return engine
 
@@ -249,9 +249,9 @@ def test_drawn_tokens_have_the_distribution_of_the_model(draft_tokens: int, samp
     config = tiny_config(vocab_size=6, num_layers=1, **HEAD)
     weights, reference = drafting_reference(config, 0.4, 3.0)
     engine, prompt = tiny_engine(config, weights, draft_tokens), (3, 1)
-    expected: Counter[tuple[int, ...]] = Counter()
+    expected: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for (_, *ids), probability in continuations(weights, reference, prompt, 3, sampling):
-        expected[tuple(ids)] += probability  # type: ignore[assignment]
+        expected[tuple(ids)] += probability
     batches = [range(first, first + 2000) for first in range(0, DRAWS, 2000)]
     texts: list[Generation] = []
     for seeds in batches:
