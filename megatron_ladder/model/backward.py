@@ -410,7 +410,7 @@ class BackwardWalk:
     def _runs_inside(self, position: int, following: int) -> bool:
         record = self._record
         inside = runs_inside(record.steps, record.plan, record.first, position)
-        return inside and following == position - 1 and position in record.backward_order and record.overlap
+        return inside and following == position - 1 and position in record.backward_order
 
     def _go_back(self, position: int, following: int | None) -> None:
         """Run the backward of a sub-block, and of the one that has run in its middle."""
@@ -478,7 +478,7 @@ class BackwardWalk:
         need an all-to-all, and with a side queue, that of the next one."""
         record, arrivals = self._record, self._record.plan.arrivals
         waits_inside = record.queue is None and record.steps[position - record.first].body.middle is not None
-        self._start_exchanged(position, lambda output: not waits_inside or self._has_flown(output, position))
+        self._start_exchanged(position, lambda output: not waits_inside or self._is_hidden(output, position))
         if (
             following is not None
             and record.queue is not None
@@ -496,7 +496,7 @@ class BackwardWalk:
         while self._exchanged and arrivals[self._exchanged[0]] > position and is_ready(self._exchanged[0]):
             self._start(self._exchanged.popleft())
 
-    def _has_flown(self, output: int, position: int) -> bool:
+    def _is_hidden(self, output: int, position: int) -> bool:
         """Whether all that the gradient of an output lacks has arrived, or a whole sub-block has hidden it."""
         lacking = range(self._record.plan.arrivals[output], position + 2)
         return not any(self._is_in_flight(one) for one in lacking)

@@ -103,7 +103,7 @@ class _ExpertMatrices(ParallelModule):
 
 
 class _SummedMatrices(_ExpertMatrices):
-    """Those of a tensor-parallel rank, which computes its part of the output of every token."""
+    """The matrices of a tensor-parallel rank, which computes its part of the output of every token."""
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
         super().__init__(build, branch)
@@ -135,12 +135,12 @@ class _SummedMatrices(_ExpertMatrices):
 
 
 class _DividedMatrices(_ExpertMatrices):
-    """Those of an expert-parallel rank, which computes rows of its experts only."""
+    """The matrices of an expert-parallel rank, which computes rows of its experts only."""
 
     def forward(self, rows: Tensor, experts: Tensor, input_gradient: InputGradient | None, has_padding: bool) -> Tensor:
         """Return the weighted output of one local expert for each row [m, h + 1], which ends in its weight.
 
-        That of padding, which has no local expert, is zero.
+        Nothing reads the output of padding, which has no local expert.
         """
         sorted_rows = SortedRows.of(experts.unsqueeze(-1), 0, self.count, all_local=not has_padding)
         matrices = ExpertWeights(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)

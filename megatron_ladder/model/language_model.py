@@ -151,8 +151,8 @@ class LanguageModel(nn.Module):
         self._router_rows = [row for row, layer in enumerate(config.mtp_config.moe_layers) if layer in stage_layers]
         self._mtp_losses = () if tensors is None else (MTP_LOSS, MTP_CONFIRMED)
         self.extra_losses = (*self._head_losses, *self._mtp_losses, *self.stack.loss_names)
-        """Names of the losses that the model has the gradient of, but its loss does not contain; and of a share, which
-        is a mean like these, and has no gradient."""
+        """Names of the losses whose gradients the model computes although its loss does not contain them, and
+        `MTP_CONFIRMED`, a mean without a gradient."""
         self._from_0: SequenceContext | None = None
         """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
         if self.is_last:

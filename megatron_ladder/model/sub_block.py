@@ -371,8 +371,8 @@ class _ForwardWalk(Generic[Input]):
                 self._pending[output] = InFlight(slots.flatten(0, 1), handle)
             else:
                 self._launch(output, self._layout.start_write, slots.flatten(0, 1).clone())
-        for position, step in enumerate(self._steps, start=self._first):
-            if runs_inside(self._steps, plan, self._first, position) and self._overlap:
+        for position in range(self._first, self._last):
+            if self._overlap and runs_inside(self._steps, plan, self._first, position):
                 continue
             if queue is not None and self._ahead:
                 queue.join()
@@ -381,11 +381,10 @@ class _ForwardWalk(Generic[Input]):
             if self._has_input(position):
                 input = self._ahead.popleft()
             if self._overlap:
-                self._start_exchanged_inputs(self._has_flown, position)
+                self._start_exchanged_inputs(self._is_hidden, position)
             if queue is not None and self._next_can_start(position):
                 queue.run(self._start_input, uses=(self._stream, *self._pending.values()))
-            with step.named("forward"):
-                self._compute(position, input)
+            self._compute(position, input)
         # Leave with the outputs that the next sub-block misses.
         for output in plan.arriving(self._last):
             if output in self._pending:
@@ -435,17 +434,17 @@ class _ForwardWalk(Generic[Input]):
         for _ in inputs:
             self._start_input()
 
-    def _has_flown(self, output: int, position: int) -> bool:
+    def _is_hidden(self, output: int, position: int) -> bool:
         """Whether an output has arrived, or a whole sub-block has hidden it."""
         in_flight = self._pending.get(output)
         if in_flight is None:
             return output < position
         return in_flight.work is None or output < position - 1
 
-    def _has_flown_or_is_next(self, output: int, position: int) -> bool:
-        """Whether an output has flown, or the next sub-block waits for it."""
+    def _is_hidden_or_next(self, output: int, position: int) -> bool:
+        """Whether an output is hidden, or the next sub-block waits for it."""
         is_next = output < position and self._plan.arrivals[output] == position + 1
-        return is_next or self._has_flown(output, position)
+        return is_next or self._is_hidden(output, position)
 
     def _next_can_start(self, position: int) -> bool:
         """Whether the input of the next sub-block can be prepared while this one runs."""
@@ -458,30 +457,27 @@ class _ForwardWalk(Generic[Input]):
 
     def _compute(self, position: int, input: Input) -> None:
         """Compute, and start the sum of the output, with that of a joined one."""
-        step = position - self._first
-        middle = self._steps[step].body.middle
-        if middle is not None and self._overlap:
-            middle.forward = functools.partial(self._run_in_the_middle, position, torch.is_grad_enabled())
-        partial, start, stats = self._forward.compute(step, input)
+        step = self._steps[position - self._first]
+        joined, self._joined = self._joined, None
+        if step.body.middle is not None and self._overlap:
+            step.body.middle.forward = functools.partial(self._run_in_the_middle, position, torch.is_grad_enabled())
+        with step.named("forward"):
+            partial, start, stats = self._forward.compute(position - self._first, input)
         self._stats = self._stats.plus(stats)
-        if self._joined is not None:
-            partial = self._joined + partial
-        self._joined = partial if self._steps[step].wired.joins_next else None
-        if self._joined is None:
+        if joined is not None:
+            partial = joined + partial
+        if step.wired.joins_next:
+            self._joined = partial
+        else:
             self._launch(position, start, partial)
 
     def _run_in_the_middle(self, position: int, enable_grad: bool) -> None:
         """Run the experts that belong in the middle of a sub-block, or let the tokens of later ones move."""
-        following = position + 1
         with torch.set_grad_enabled(enable_grad):
-            if not runs_inside(self._steps, self._plan, self._first, following):
-                self._start_exchanged_inputs(self._has_flown_or_is_next, position)
-                return
-            step = following - self._first
-            with self._steps[step].named("forward"):
-                partial, start, stats = self._forward.compute(step, self._ahead.popleft())
-            self._stats = self._stats.plus(stats)
-            self._launch(following, start, partial)
+            if runs_inside(self._steps, self._plan, self._first, position + 1):
+                self._compute(position + 1, self._ahead.popleft())
+            else:
+                self._start_exchanged_inputs(self._is_hidden_or_next, position)
 
     def _launch(self, position: int, start: Launch, partial: Tensor) -> None:
         if position in self._leaving and position not in self._plan.complete:

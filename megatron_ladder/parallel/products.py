@@ -93,11 +93,12 @@ class GradientSink:
     """
 
     add: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    _late: list[Callable[[], None]] | None = None
-    """Products that have not been computed; None where they are computed at once."""
-    _earlier: Sequence[Callable[[], None]] = ()
-    """Those from before the last `step`."""
     _hides: Callable[[], bool] | None = None
+    """Whether a product would hide something in flight; None where no product is kept."""
+    _late: Sequence[Callable[[], None]] = ()
+    """Products that are kept, from after the last `step`."""
+    _earlier: Sequence[Callable[[], None]] = ()
+    """Products that are kept, from before it."""
 
     @contextmanager
     def deferring(self, hides: Callable[[], bool]) -> Iterator[None]:
@@ -105,12 +106,13 @@ class GradientSink:
 
         `hides` returns whether a product would hide something in flight; then it is not kept.
         """
-        self._late, self._hides = [], hides
+        self._hides = hides
         try:
             yield
             self.catch_up()
         finally:
-            self._late, self._earlier, self._hides = None, (), None
+            self._hides = None
+            self._late = self._earlier = ()
 
     def catch_up(self) -> None:
         """Compute the products that have been kept."""
@@ -119,24 +121,21 @@ class GradientSink:
 
     def step(self) -> None:
         """Compute the products that were kept before the last step; so none is kept for more than two."""
-        if self._late is not None:
-            earlier, self._earlier, self._late = self._earlier, self._late, []
-            for compute in earlier:
-                compute()
+        earlier, self._earlier, self._late = self._earlier, self._late, ()
+        for compute in earlier:
+            compute()
 
     def take(self, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
         """Return the gradient of a weight that `product` computes, or None if it has added the gradient, or is kept."""
-        if self._late is None or self._hides is None or self._hides():
+        if self._hides is None or self._hides():
             return product()
-        self._late.append(functools.partial(_accumulate, weight, product))
+        self._late = (*self._late, functools.partial(_accumulate, weight, product))
         return None
 
 
 class _LateProduct(Function):
-    """Its backward computes the gradient of a weight.
-
-    So nothing else refers to the gradient, and autograd takes it without a copy.
-    """
+    """Computes the gradient of a weight in backward, so that autograd has the only reference, and takes it without a
+    copy."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor:
@@ -533,7 +532,7 @@ def _differentiate(
     sorted_rows: SortedRows,
     swiglu: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of gate_up [n k, 2 f], what down [E, h, f] multiplies, and the gradient of the weights.
+    """Return the gradient of gate_up [n k, 2 f], the rows that down [E, h, f] multiplies, and the weights' gradient.
 
     `grad_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
     """
