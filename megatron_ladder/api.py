@@ -195,7 +195,7 @@ class TrainingRun:
             fix = f"name one of {known}" if known else "give valid_data_path, or a share of the split"
             raise UserError(f"evaluate: the run has no validation set {name!r}; {fix}")
         with closing(sample_batches(opened.trainer, valid[name], 0)) as batches:
-            return evaluate(opened.trainer, batches, opened.trainer.run.logging.eval_iters)
+            return evaluate(opened.trainer, batches, opened.trainer.run.logging.eval_iters).loss
 
     def score(self, requests: Iterable[tuple[TextOrIds, TextOrIds]]) -> list[Score]:
         """Return the log-likelihood of each continuation, and whether greedy decoding yields it, in every layout.

@@ -21,6 +21,8 @@ class ModelFlops:
 
     model: ModelConfig
     sequence_length: int
+    mtp_depths: int = 1
+    """How often a drafting head is applied."""
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -45,8 +47,9 @@ class ModelFlops:
     def forward(self) -> int:
         """Model FLOPs of a forward pass, with those of a drafting head."""
         mtp = mtp_tensors(self.model)
-        drafts = 0 if mtp is None else self.head + 2 * self.sequence_length * mtp.eh_proj.numel
-        return sum(self.layers) + self.head + drafts
+        layers = self.layers[: self.model.num_layers]
+        of_mtp = 0 if mtp is None else self.layers[-1] + self.head + 2 * self.sequence_length * mtp.eh_proj.numel
+        return sum(layers) + self.head + self.mtp_depths * of_mtp
 
     @property
     def training(self) -> int:

@@ -67,7 +67,8 @@ _RULES = {
         --hybrid-* --is-hybrid-model --*mamba-* --heterogeneous-* --spec --enable-mhc-connections --mhc-* --onnx-safe
         --use-legacy-models""",
     "the drafting head is one layer of the usual kind on the last stage: leave it out": """
-        --mtp-hsm --mtp-hybrid-override-pattern --mtp-standalone --mtp-use-repeated-layer""",
+        --mtp-hsm --mtp-hybrid-override-pattern --mtp-standalone""",
+    "use --mtp-num-layers 1 with --mtp-depths": "--mtp-use-repeated-layer",
     "learning rates and initial weights are not scaled by widths: leave it out, and choose --lr and --init-method-std "
     "for this width": "--use-mup --mup-*",
     "all matrices start normal, with one --init-method-std, and decay: other choices are not supported": """

@@ -99,6 +99,10 @@ class TrainingConfig:
         0.001, minimum=0, requires="moe_router_enable_expert_bias", on_resume="report"
     )
     """How far each step moves an expert's bias: up if the global batch chose it less often than the mean, else down."""
+    mtp_depths: int = flag(1, minimum=1, requires="mtp_num_layers", on_resume="report")
+    """How many tokens the drafting head learns to draft in a row, each time after the first from its own output; as in
+    Megatron with --mtp-use-repeated-layer. Their losses are averaged. Each depth takes the time of a layer and of the
+    output head."""
     mtp_loss_scaling_factor: float = flag(0.1, minimum=0, requires="mtp_num_layers", on_resume="report")
     """Factor of the mean loss of the drafting head in the gradient. The loss is reported separately, without it."""
     mtp_detach_heads: bool = flag(False, requires="mtp_num_layers", on_resume="report")

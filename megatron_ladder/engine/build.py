@@ -18,7 +18,8 @@ from megatron_ladder.engine.optimizer import Updates, build_optimizer, distribut
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.model.experts import waits_for_choices
-from megatron_ladder.model.language_model import Distillation, LanguageModel, MTPOptions
+from megatron_ladder.model.language_model import Distillation, LanguageModel
+from megatron_ladder.model.mtp import MTPOptions
 from megatron_ladder.model.operations import ExpertOptions, Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
@@ -112,7 +113,7 @@ def build_rank_model(
             run.parallel.moe_expert_capacity,
         ),
         distillation=distillation,
-        mtp=MTPOptions(training.mtp_loss_scaling_factor, training.mtp_detach_heads),
+        mtp=MTPOptions(training.mtp_loss_scaling_factor, training.mtp_detach_heads, training.mtp_depths),
     )
     if not is_partitioned:
         return model

@@ -136,7 +136,7 @@ class CapturedPasses:
         self._micro_batches = 0
         self._device = module.device
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._scales = LossScales(zero, zero.clone(), zero.clone())
+        self._scales = LossScales(zero, zero.clone(), zero.new_zeros(module.mtp_depths))
         self._stats = module.new_step_stats()
 
     def run(

@@ -19,7 +19,7 @@ from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import DividedExperts, Router
-from megatron_ladder.model.mtp import DraftingHead, shift_targets, shift_tokens
+from megatron_ladder.model.mtp import DraftingHead, MTPOptions, names_of_depth, shift_targets, shift_tokens
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, ExpertOptions
 from megatron_ladder.model.stack import StackOptions, TransformerStack
@@ -39,19 +39,7 @@ from megatron_ladder.parallel.vocabulary import (
 _DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
 
 
-class MTPOptions(NamedTuple):
-    """How a model with a drafting head trains."""
-
-    loss_scale: float = 0.1
-    """Factor of the head's mean loss in the gradient."""
-    detaches: bool = False
-    """Whether the head's loss trains nothing but the head."""
-
-
 _DEFAULT_MTP = MTPOptions()
-MTP_LOSS = "mtp loss"
-MTP_CONFIRMED = "mtp confirmed"
-"""The share of the drafting head's most likely tokens that are also the model's, one position later."""
 
 
 class LossScales(NamedTuple):
@@ -62,7 +50,7 @@ class LossScales(NamedTuple):
     tokens: Tensor
     """1 / number of tokens without padding, for the losses of bodies."""
     mtp_targets: Tensor
-    """1 / number of target tokens of the drafting head."""
+    """1 / number of target tokens of the drafting head at each depth, [depths]."""
 
 
 class StageInputs(NamedTuple):
@@ -144,15 +132,17 @@ class LanguageModel(nn.Module):
         tensors = mtp_tensors(config)
         if self.is_last and tensors is not None:
             recomputed = int(options.recompute_layers >= len(stage_layers))
-            self.mtp = DraftingHead(build, tensors, replace(options, recompute_layers=recomputed))
+            self.mtp = DraftingHead(build, tensors, replace(options, recompute_layers=recomputed), mtp.depths)
             stage_layers.append(config.num_layers)
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         self.expert_capacity = experts.capacity
         self._router_rows = [row for row, layer in enumerate(config.mtp_config.moe_layers) if layer in stage_layers]
-        self._mtp_losses = () if tensors is None else (MTP_LOSS, MTP_CONFIRMED)
-        self.extra_losses = (*self._head_losses, *self._mtp_losses, *self.stack.loss_names)
-        """Names of the losses whose gradients the model computes although its loss does not contain them, and
-        `MTP_CONFIRMED`, a mean without a gradient."""
+        self.mtp_depths = 0 if tensors is None else mtp.depths
+        """How often training and evaluation apply the drafting head, on any stage."""
+        self.mtp_losses = tuple(name for depth in range(self.mtp_depths) for name in names_of_depth(depth))
+        self.extra_losses = (*self._head_losses, *self.mtp_losses, *self.stack.loss_names)
+        """Names of the losses whose gradients the model computes although its loss does not contain them, and of the
+        confirmed shares of the drafting head, which have none."""
         self._from_0: SequenceContext | None = None
         """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
         if self.is_last:
@@ -257,7 +247,7 @@ class LanguageModel(nn.Module):
             return self.predictions(leaving[0], labels), stats
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
         weights = None if loss_mask is None else loss_mask.t()
-        words = labels.new_empty(labels.t().shape) if self.mtp is not None and trains else None
+        words = None if self.mtp is None else labels.new_empty(labels.t().shape)
         targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft, most_likely=words)
         normed = self.final_norm(leaving[0])
         losses = self._loss(normed, targets)
@@ -266,13 +256,14 @@ class LanguageModel(nn.Module):
         loss = losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
         if words is not None:
             hidden_states = leaving[0] if self.config.mtp_before_final_norm else normed
-            mtp_loss, mtp_stats = self._mtp_loss(hidden_states, words, tokens, labels, loss_mask, context, scales)
-            scale = self._mtp_options.loss_scale
-            loss = _Carrying.apply(loss, scale if scales is None else scale * scales.mtp_targets, mtp_loss)
-            stats = stats.plus(mtp_stats).plus(PassStats({MTP_LOSS: mtp_loss.detach()}))
+            context = context._replace(counts=trains)
+            mtp_losses, mtp_stats = self._mtp_losses(hidden_states, words, tokens, labels, loss_mask, context, scales)
+            of_head = mtp_losses.sum() if scales is None else mtp_losses @ scales.mtp_targets.to(mtp_losses.dtype)
+            loss = _Carrying.apply(loss, self._mtp_options.loss_scale / self.mtp_depths, of_head)
+            stats = stats.plus(mtp_stats)
         return loss, stats
 
-    def _mtp_loss(
+    def _mtp_losses(
         self,
         hidden_states: Tensor,
         words: Tensor,
@@ -282,27 +273,40 @@ class LanguageModel(nn.Module):
         context: SequenceContext,
         scales: LossScales | None,
     ) -> tuple[Tensor, PassStats]:
-        """Return the loss of the drafting head, summed over its target tokens, and what the pass of its layer counts,
-        with its confirmed predictions: `words` [s, b] are those of the model.
+        """Return the loss of each depth of the drafting head, summed over its target tokens, [depths], and what its
+        passes count, with these losses and the confirmed predictions: `words` [s, b] are those of the model.
 
-        Its backward also runs that of the layer's extra losses.
+        Its backward also runs that of the layer's extra losses, which are means over the depths, as in Megatron-LM.
         """
         assert self.mtp is not None
-        next_embeddings = self.embedding(shift_tokens(tokens))
-        if self._mtp_options.detaches:
-            hidden_states, next_embeddings = hidden_states.detach(), next_embeddings.detach()
-        normed, stats = self.mtp(next_embeddings, hidden_states, context._replace(counts=True))
-        if stats.losses:
-            normed = _Carrying.apply(normed, 1.0 if scales is None else scales.tokens, *stats.losses.values())
+        options = self._mtp_options
         bounds = None if context.documents is None else context.documents.bounds
-        shifted, mask = shift_targets(labels, loss_mask, bounds)
-        weights = None if mask is None else mask.t()
-        drafts = torch.empty_like(words)
-        targets = Targets(shifted.t(), weights, trains_words=not self._mtp_options.detaches, most_likely=drafts)
-        loss = self._loss(normed, targets)[0]
-        counted = (shifted != IGNORED).double() if mask is None else mask.double()
-        confirmed = ((drafts[:-1] == words[1:]) * counted.t()[:-1]).sum()
-        return loss, stats.detached().plus(PassStats({MTP_CONFIRMED: confirmed}))
+        if options.detaches:
+            hidden_states = hidden_states.detach()
+        losses: list[Tensor] = []
+        all_stats = PassStats()
+        for depth in range(self.mtp_depths):
+            tokens = shift_tokens(tokens)
+            labels, loss_mask = shift_targets(labels, loss_mask, bounds)
+            next_embeddings = self.embedding(tokens)
+            if options.detaches:
+                next_embeddings = next_embeddings.detach()
+            hidden_states, stats = self.mtp(next_embeddings, hidden_states, context)
+            stats = stats._replace(losses={name: loss / self.mtp_depths for name, loss in stats.losses.items()})
+            if stats.losses:
+                scale = 1.0 if scales is None else scales.tokens
+                hidden_states = _Carrying.apply(hidden_states, scale, *stats.losses.values())
+            drafts = labels.new_empty(labels.t().shape)
+            weights = None if loss_mask is None else loss_mask.t()
+            targets = Targets(labels.t(), weights, trains_words=not options.detaches, most_likely=drafts)
+            losses.append(self._loss(hidden_states, targets)[0])
+            # The model chooses the same token as many positions later.
+            words = words[1:]
+            counted = (labels != IGNORED).double() if loss_mask is None else loss_mask.double()
+            confirmed = ((drafts[: len(words)] == words) * counted.t()[: len(words)]).sum()
+            of_depth = dict(zip(names_of_depth(depth), (losses[-1], confirmed), strict=True))
+            all_stats = all_stats.plus(stats).plus(PassStats(of_depth)).detached()
+        return torch.stack(losses), all_stats
 
     def _is_word(self, ids: Tensor) -> Tensor:
         return (ids >= 0) & (ids < self.config.vocab_size)
@@ -358,7 +362,7 @@ class LanguageModel(nn.Module):
     def mean_losses(self, sums: Tensor, scales: LossScales) -> Tensor:
         """Return each of the `extra_losses` of a global batch from its sum over tokens: [n] fp64."""
         of_head = scales.targets.expand(len(self._head_losses))
-        of_mtp = scales.mtp_targets.expand(len(self._mtp_losses))
+        of_mtp = scales.mtp_targets.repeat_interleave(2)
         of_bodies = scales.tokens.expand(len(self.stack.loss_names))
         return sums * torch.cat([of_head, of_mtp, of_bodies])
 

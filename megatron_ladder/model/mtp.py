@@ -5,9 +5,17 @@
     stream after the last layer, i -> norm
 
 Embedding and output head are those of the model. The layer is a stack of one. Layouts as in `language_model.py`.
+
+Applied again, it reads its own output instead of the stream, and predicts one token further:
+
+    token i + 2 ----+
+                    +-> ... -> token i + 3
+    output for i ---+
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +28,19 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.stats import PassStats
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.parallel.products import GradientSink, linear
 from megatron_ladder.parallel.vocabulary import IGNORED
+
+
+class MTPOptions(NamedTuple):
+    """How a model with a drafting head trains."""
+
+    loss_scale: float = 0.1
+    """Factor of the head's mean loss in the gradient."""
+    detaches: bool = False
+    """Whether the head's loss trains nothing but the head."""
+    depths: int = 1
+    """How often the head is applied, each time after the first to its own output, for the token after."""
 
 
 class _WholeLinear(ParallelModule):
@@ -40,10 +60,16 @@ class _WholeLinear(ParallelModule):
 class DraftingHead(nn.Module):
     """This rank's slices of a drafting head, without embedding and output head."""
 
-    def __init__(self, build: BuildContext, tensors: MTPTensors, options: StackOptions) -> None:
-        """`options.recompute_layers` is 1 to recompute the layer."""
+    def __init__(self, build: BuildContext, tensors: MTPTensors, options: StackOptions, depths: int = 1) -> None:
+        """`options.recompute_layers` is 1 to recompute the layer; training applies it `depths` times in a pass."""
         super().__init__()
         config = build.config.mtp_config
+        if depths > 1:
+            # An optimizer takes one gradient of a weight from each pass, so autograd sums those of the depths.
+            sink = GradientSink()
+            product = build.operations.linear or partial(linear, sink=sink)
+            build = replace(build, linear=product, gradient_sink=sink)
+            options = replace(options, mirrored_backward=False)
         self.enorm = RMSNorm(build, tensors.enorm)
         self.hnorm = RMSNorm(build, tensors.hnorm)
         self.eh_proj = _WholeLinear(build, tensors.eh_proj)
@@ -58,17 +84,26 @@ class DraftingHead(nn.Module):
 
         Args:
             next_embeddings: the embedding of the token after each, in the layout of the stream.
-            hidden_states: the complete stream after the last layer, or its norm.
+            hidden_states: the complete stream after the last layer, or its norm; or the output for the token before.
         """
         both = torch.cat((self.enorm(next_embeddings), self.hnorm(hidden_states)), dim=-1)
         state, stats = self.stack(self.eh_proj(both).unsqueeze(0), context)
         return self.head_norm(state[0]), stats
 
 
+def names_of_depth(depth: int) -> tuple[str, str]:
+    """Return the names of the loss at a depth, counted from 0, and of the share of confirmed predictions.
+
+    The model confirms a prediction that is also its most likely token, where all tokens before that are known.
+    """
+    head = f"mtp {depth + 1}" if depth else "mtp"
+    return f"{head} loss", f"{head} confirmed"
+
+
 def shift_targets(
     labels: Tensor, loss_mask: Tensor | None, document_bounds: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the labels and the loss mask of the drafting head for those of the model, [b, s].
+    """Return the labels and the loss mask of the drafting head for those of the model, or of the depth before, [b, s].
 
     The label of a position is that of the next one, and counts as much, if both are in the same document. Otherwise,
     it is ignored.

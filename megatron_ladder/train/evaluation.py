@@ -118,10 +118,10 @@ def run_evaluations(
             # Without another batch, `evaluate` ends with StopIteration.
             remaining = takewhile(lambda _: not stops(), batches)
             try:
-                loss = evaluate(trainer, remaining, trainer.run.logging.eval_iters)
+                result = evaluate(trainer, remaining, trainer.run.logging.eval_iters)
             except StopIteration:
                 return
-        log.validation(iteration, loss, name)
+        log.validation(iteration, result, name)
     if inputs.sample_prompts and not stops():
         log.samples(iteration, _continue_prompts(trainer, inputs))
 

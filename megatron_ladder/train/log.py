@@ -32,13 +32,13 @@ from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
-from megatron_ladder.train.step import StepResult
+from megatron_ladder.train.step import Evaluation, StepResult
 
 
 def banner(trainer: Trainer, sources: Sources) -> str:
     """Return the derived numbers of a run and of its data, one per line."""
     run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
-    flops = ModelFlops(model, training.seq_length)
+    flops = ModelFlops(model, training.seq_length, training.mtp_depths)
     vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
     used = f", of which a token uses {tensors.active_parameters(model):,}" if model.moe_layers else ""
     distillation = trainer.model.distillation
@@ -131,7 +131,8 @@ class RunLog:
         self._run = run
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
-        self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
+        flops = ModelFlops(run.model, run.training.seq_length, run.training.mtp_depths)
+        self._flops_per_step = flops.training * run.global_batch_size
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
         peak = peak_flops(name) if run.training.bf16 else None
         self._peak_flops = None if peak is None else peak * trainer.mesh.world.size
@@ -196,18 +197,21 @@ class RunLog:
         }
         self._curves.metrics(iteration, values)
 
-    def validation(self, iteration: int, loss: float, name: str = "") -> None:
-        """Report the loss of a validation set, which may have a name."""
+    def validation(self, iteration: int, result: Evaluation, name: str = "") -> None:
+        """Report the losses of a validation set, which may have a name."""
         label = f"{name} " if name else ""
+        loss, mtp_losses = result
         # Unlike `math.exp`, this is infinite for large losses.
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         cause = Problem({}, "no token counts (raise {eval_iters}), or a weight is not finite")
         why = f" | {cause}" if math.isnan(loss) else ""
-        line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{why}"
+        others = "".join(f" | {of_mtp} {value:.4f}" for of_mtp, value in mtp_losses.items())
+        line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{others}{why}"
         print_rank_0(line, self._rank)
         named = {"name": name} if name else {}
-        self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
-        self._curves.metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})
+        self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **mtp_losses, **named)
+        curves = {"lm loss": loss, "ppl": perplexity, **mtp_losses}
+        self._curves.metrics(iteration, {f"valid/{label}{curve}": value for curve, value in curves.items()})
 
     def samples(self, iteration: int, samples: Sequence[tuple[str, str]]) -> None:
         """Report prompts and their generated continuations."""

@@ -73,7 +73,8 @@ def train_step(
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
     engine.optimizer.set_learning_rate(rate)
     counts = _count_tokens(trainer, micro_batches)
-    scales = LossScales(*counts.clamp(min=1.0).reciprocal())
+    targets, tokens, *_ = reciprocals = counts.clamp(min=1.0).reciprocal()
+    scales = LossScales(targets, tokens, reciprocals[2:])
 
     # The device has run the passes of the previous step, because the host has read its result.
     busy_seconds, whole_seconds = engine.clock.seconds()
@@ -169,35 +170,48 @@ def _raise_expert_capacity(trainer: Trainer, stats: StepStats) -> int:
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Return how many target tokens, weighted by their masks, and how many tokens the global batch has, and how many
-    target tokens the drafting head, [3] fp64.
+    target tokens each depth of the drafting head, [2 + depths] fp64.
 
     The result, on the device, is not read by the host, which would have to wait for it.
     """
-    data = trainer.mesh.data
-    drafts = trainer.run.model.mtp_num_layers > 0
-    local_counts = [0.0, 0.0, 0.0]
+    data, depths = trainer.mesh.data, trainer.model.mtp_depths
+    local_counts = [0.0] * (2 + depths)
     for batch in micro_batches:
         local_counts[0] += batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum())
         local_counts[1] += batch.tokens.numel() if batch.lengths is None else float(batch.lengths.sum())
-        if drafts:
-            labels, mask = shift_targets(batch.labels, batch.loss_mask, batch.document_bounds)
-            local_counts[2] += float((labels != IGNORED).sum() if mask is None else mask.sum())
+        labels, mask = batch.labels, batch.loss_mask
+        for depth in range(depths):
+            labels, mask = shift_targets(labels, mask, batch.document_bounds)
+            local_counts[2 + depth] += float((labels != IGNORED).sum() if mask is None else mask.sum())
     counts = to_device(torch.tensor(local_counts, dtype=torch.float64), trainer.device)
-    uneven = ("loss_mask", "lengths", *(["document_bounds"] if drafts else []))
+    uneven = ("loss_mask", "lengths", *(["document_bounds"] if depths else []))
     is_even = all(getattr(batch, name) is None for batch in micro_batches for name in uneven)
     return counts * data.size if is_even else data.all_reduce(counts)
 
 
-def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> float:
-    """Return the mean loss per target token over this many global batches, NaN without one; the same on every rank."""
-    data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+class Evaluation(NamedTuple):
+    """The outcome of an evaluation, the same on every rank."""
+
+    loss: float
+    """Mean per target token; NaN without one."""
+    mtp_losses: Mapping[str, float]
+    """`LanguageModel.mtp_losses` by name, likewise."""
+
+
+def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> Evaluation:
+    """Return the mean losses over this many global batches."""
+    model, data, pipeline = trainer.model, trainer.mesh.data, trainer.mesh.pipeline
+    first = model.extra_losses.index(model.mtp_losses[0]) if model.mtp_losses else 0
+    sums = torch.zeros(1 + len(model.mtp_losses), dtype=torch.float64, device=trainer.device)
+    counts = torch.zeros(2 + model.mtp_depths, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
-        losses, _ = trainer.engine.run_passes(micro_batches, trains=False)
+        losses, stats = trainer.engine.run_passes(micro_batches, trains=False)
         for loss in losses:
             sums[0] += loss
-        sums[1] += _count_tokens(trainer, micro_batches)[0] / data.size
-    # Only the last stage has the loss.
-    loss, tokens = pipeline.all_reduce(data.all_reduce(sums) * (pipeline.rank == pipeline.size - 1))
-    return float(loss / tokens)
+        sums[1:] += stats.losses[first : first + len(model.mtp_losses)]
+        counts += _count_tokens(trainer, micro_batches)
+    # Only the last stage has the losses. Each of the drafting head has two sums.
+    sums = pipeline.all_reduce(data.all_reduce(sums) * (pipeline.rank == pipeline.size - 1))
+    loss, *mtp_losses = (sums / torch.cat([counts[:1], counts[2:].repeat_interleave(2)])).tolist()
+    return Evaluation(loss, dict(zip(model.mtp_losses, mtp_losses, strict=True)))

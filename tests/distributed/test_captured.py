@@ -221,6 +221,8 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
             (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
             (f"{EXPERTS} {MOVED} 2 {ROWS} 24 --residual-mode farskip --recompute-granularity full", 2),
             (f"{EXPERTS} {MOVED} 4 {ROWS} 12 --residual-mode ladder --tensor-model-parallel-size 2 {SHARDED}", 3),
+            ("--residual-mode ladder --tensor-model-parallel-size 2 --bf16 --mtp-num-layers 1", 2),
+            ("--residual-mode ladder --tensor-model-parallel-size 2 --bf16 --mtp-num-layers 1 --mtp-depths 3", 2),
         ],
         2,
     ),
@@ -240,6 +242,7 @@ PIPELINES = [
     ("1x3x1", 6, 4, f"--residual-mode ladder-attention {CHUNKS} --tie-embeddings --zero-stage 0"),
     ("1x4x1", 4, 7, f"{EXPERTS} --residual-mode ladder"),
     ("1x2x2", 4, 3, f"{EXPERTS} {MOVED} 2 {ROWS} 24 --residual-mode ladder"),
+    ("2x2x1", 4, 3, f"{EXPERTS} --residual-mode ladder --mtp-num-layers 1 --mtp-depths 2"),
 ]
 
 
@@ -404,7 +407,7 @@ def test_graphs_are_kept_if_steps_are_faster_with_them(
     monkeypatch.setattr(graph.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
     sharded: Any = SimpleNamespace(gathers_late=True)
-    module: Any = SimpleNamespace(device=torch.device("cpu"), new_step_stats=lambda: None)
+    module: Any = SimpleNamespace(device=torch.device("cpu"), mtp_depths=0, new_step_stats=lambda: None)
     passes = CapturedPasses(module, sharded, CommGroup.alone(), measures=True)
     assert [passes._uses_graphs() for _ in range(20)] == [False] * 8 + [True] * 6 + [kept] * 6
     assert sharded.gathers_late is kept

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, head_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import MTP_CONFIRMED, MTP_LOSS, LanguageModel, MTPOptions
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.mtp import MTPOptions, names_of_depth
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.model.stats import PassStats
@@ -235,10 +236,9 @@ class Batch(NamedTuple):
         """The divisor of the losses of the head."""
         return max(1.0, float(self.loss_mask.sum()))
 
-    @property
-    def drafting_targets(self) -> float:
-        """The divisor of the loss of a drafting head."""
-        return max(1.0, float(self.loss_mask[:, 1:].sum()))
+    def drafting_targets(self, depths: int) -> list[float]:
+        """The divisor of the loss of each depth of a drafting head."""
+        return [max(1.0, float(self.loss_mask[:, 1 + depth :].sum())) for depth in range(depths)]
 
     @property
     def sight(self) -> Sight:
@@ -277,11 +277,13 @@ def run_case(
     sums = PassStats()
     all_tokens = int(batch.lengths.sum())
     for tokens, labels, mask, lengths in micro_batches(batch, how.micro_batches):
-        totals = all_tokens, batch.drafting_targets
+        totals = all_tokens, batch.drafting_targets(parts[-1].mtp_depths)
         loss, stats = run_chain(parts, tokens, labels, mask, batch.targets, lengths, *totals)
         loss_sum += loss.item()
         sums = sums.plus(stats)
-    of_head = {MTP_LOSS: mtp.loss_scale / batch.drafting_targets, MTP_CONFIRMED: 0.0}
+    of_head = {}
+    for depth, targets in enumerate(batch.drafting_targets(mtp.depths)):
+        of_head |= zip(names_of_depth(depth), (mtp.loss_scale / mtp.depths / targets, 0.0), strict=True)
     for name, loss in sums.losses.items():
         loss_sum += float(loss) * of_head.get(name, 1 / all_tokens)
     if parts[-1].copies_embedding:
@@ -318,9 +320,9 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
         totals = batch.targets, int(batch.lengths.sum())
         arguments = weights, reference, *part[:3], *totals, part.sight
         if config.mtp_num_layers:
-            count = batch.drafting_targets
-            (loss, of_head, of_experts), gradients = drafting_gradients(*arguments, total_drafting_targets=count)
-            loss = loss + reference.mtp_loss_scaling_factor * of_head + of_experts
+            total = {"total_drafting_targets": torch.tensor(batch.drafting_targets(reference.mtp_depths))}
+            (loss, of_experts, *of_head), gradients = drafting_gradients(*arguments, **total)
+            loss = loss + reference.mtp_loss_scaling_factor * torch.stack(of_head).mean() + of_experts
         else:
             loss, gradients = reference_gradients(*arguments)
         expected_loss += loss.item()
@@ -329,7 +331,9 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
     reference_logits(weights, reference, batch.tokens, batch.sight, record)
     if config.mtp_num_layers:
         drafting_logits(weights, reference, batch.tokens, batch.sight, record)
-    mtp = MTPOptions(reference.mtp_loss_scaling_factor, reference.mtp_detach_heads)
+    routings = itertools.groupby(record, key=lambda routed: routed.layer)
+    expected_loads = [sum(routed.loads for routed in of_layer).tolist() for _, of_layer in routings]
+    mtp = MTPOptions(reference.mtp_loss_scaling_factor, reference.mtp_detach_heads, reference.mtp_depths)
     experts = ExpertOptions(
         reference.moe_aux_loss_coeff,
         reference.moe_router_load_balancing_type,
@@ -339,7 +343,7 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
     outcomes = gloo_pools(how.ranks).run(run_case, config, weights, experts, how, batch, mtp)
     for loss, loads, _ in outcomes:
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert loads == [routed.loads.tolist() for routed in record]
+        assert loads == expected_loads
     assert_pieces([outcome.gradients for outcome in outcomes], expected, TOLERANCE)
 
 

@@ -51,6 +51,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "before-norm": ({"mtp_before_final_norm": True}, {"mtp_loss_scaling_factor": 2.0}),
     "detached": ({"tie_embeddings": True}, {"mtp_loss_scaling_factor": 1.0, "mtp_detach_heads": True}),
     "capped": ({"logit_soft_cap": 1.5}, {"mtp_loss_scaling_factor": 1.0}),
+    "three deep": ({}, {"mtp_loss_scaling_factor": 1.0, "mtp_depths": 3}),
 }
 """Changes of the model, and how it trains."""
 
@@ -98,11 +99,15 @@ def test_every_wiring_and_layout(
         ("2x1x1", f"{DELTA} --zero-stage 1"),
         ("2x2x1", f"{LATENT} --residual-mode ladder --ladder-layers 1"),
         ("1x2x2", f"{EXPERTS} --residual-mode farskip"),
-        ("1x1x2", "--zero-stage 2 --residual-mode ladder"),
+        ("1x1x2", "--zero-stage 2 --residual-mode ladder --mtp-depths 2"),
         ("1x1x2", "--zero-stage 3 --residual-mode ladder --tie-embeddings"),
         ("1x2x1", "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --residual-mode ladder"),
         ("2x1x2", f"{EXPERTS} --zero-stage 3 --sequence-parallel"),
         ("1x2x2", f"{EXPERTS} --expert-model-parallel-size 2 --residual-mode ladder"),
+        ("2x1x2", "--zero-stage 1 --mtp-depths 3 --residual-mode ladder --sequence-parallel"),
+        ("1x2x1", "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --mtp-depths 2 --tie-embeddings"),
+        ("2x1x1", f"{EXPERTS} --zero-stage 3 --mtp-depths 2 --mtp-detach-heads"),
+        ("1x2x2", f"{EXPERTS} --expert-model-parallel-size 2 --residual-mode farskip --mtp-depths 3"),
         ("2x1x2", f"{EXPERTS} --expert-model-parallel-size 4 --residual-mode farskip --sequence-parallel"),
     ],
 )
@@ -124,7 +129,9 @@ def test_streams_of_their_own(gloo_pools: GlooPools, name: str) -> None:
 
 
 def test_resumed_steps_equal_uninterrupted_ones_bitwise(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    world, argv = launch_of("1x2x2", "--global-batch-size 8 --residual-mode ladder --mtp-num-layers 1 --bf16")
+    world, argv = launch_of(
+        "1x2x2", "--global-batch-size 8 --residual-mode ladder --mtp-num-layers 1 --mtp-depths 2 --bf16"
+    )
     check_resume(gloo_pools, tmp_path, [*RECIPE, *argv], world)
 
 
@@ -178,7 +185,9 @@ def test_a_head_counts_in_parameters_flops_and_stages(words: str) -> None:
     assert sum(tensor.numel for tensor in model_tensors(headed.model)) == after.total
     flops, more_flops = (ModelFlops(run.model, s) for run in (plain, headed))
     assert more_flops.layers == (*flops.layers, flops.layers[-1])
-    assert more_flops.forward == flops.forward + flops.layers[-1] + 2 * s * (h * v + 2 * h * h)
+    of_depth = flops.layers[-1] + 2 * s * (h * v + 2 * h * h)
+    assert more_flops.forward == flops.forward + of_depth
+    assert ModelFlops(headed.model, s, mtp_depths=3).forward == flops.forward + 3 * of_depth
     unused = 6 * 3 * h * 16 if EXPERTS in words else 0
     assert active_parameters(headed.model) - active_parameters(plain.model) == of_head - unused
     # The head is more than a layer.
@@ -189,10 +198,14 @@ def test_a_head_counts_in_parameters_flops_and_stages(words: str) -> None:
 def test_the_shift_stays_inside_documents() -> None:
     labels, mask = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[1.0, 0, 1, 1], [1, 1, 1, 0.5]])
     # The documents are tokens 0 and 1, 2 and 3, 0, and 1 to 3 of the rows.
-    shifted, weights = shift_targets(labels, mask, torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32))
+    bounds = torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32)
+    shifted, weights = shift_targets(labels, mask, bounds)
     no = IGNORED
     assert shifted.tolist() == [[2, no, 4, no], [no, 7, 8, no]]
     assert weights is not None and weights.tolist() == [[0, 0, 1, 0], [0, 1, 0.5, 0]]
+    shifted, weights = shift_targets(shifted, weights, bounds)
+    assert shifted.tolist() == [[no, no, no, no], [no, 8, no, no]]
+    assert weights is not None and weights.tolist() == [[0, 0, 0, 0], [0, 0.5, 0, 0]]
     shifted, weights = shift_targets(labels, None, None)
     assert shifted.tolist() == [[2, 3, 4, no], [6, 7, 8, no]] and weights is None
     assert shift_tokens(labels).tolist() == [[2, 3, 4, 0], [6, 7, 8, 0]]

@@ -1,6 +1,7 @@
 """Whole optimizer steps in every layout, compared with a plain AdamW on a plain model, and resumed."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import DeepseekV3ForCausalLM, PreTrainedModel, Qwen3MoeForCaus
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
-from megatron_ladder.train.step import evaluate, train_step
+from megatron_ladder.train.step import Evaluation, evaluate, train_step
 from tests.helpers.hugging_face import Family, transformers_model
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pairwise import pairwise, usual_share
@@ -29,9 +30,12 @@ from tests.helpers.steps import (
     steps_of_batches,
     torch_steps,
     train,
+    with_drafting_loss,
+    with_extra_losses,
 )
 from tests.helpers.training import build_trainer_here, own_batches, run_of
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
+from tests.reference.mtp import confirmed_drafts, drafting_loss, drafting_targets
 from tests.unit.convert.saved_models import save_model
 from tests.unit.convert.test_hybrid_types import CASES as HYBRIDS
 
@@ -266,8 +270,10 @@ def test_resumed_steps_equal_uninterrupted_ones_bitwise(
     check_resume(gloo_pools, tmp_path, [*RECIPE, *argv], world)
 
 
-def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[float, list[float], float]:
-    """On each rank: return the losses of evaluations before and after all steps, and of steps with others between."""
+def evaluated(
+    argv: list[str], weights: Weights, batches: list[list[Batch]]
+) -> tuple[Evaluation, list[float], Evaluation]:
+    """On each rank: return evaluations before and after all steps, and the losses of steps with others between."""
     trainer = build_trainer_here(argv, weights)
     own = [own_batches(trainer, batch) for batch in batches]
     before = evaluate(trainer, iter(own), len(own))
@@ -283,21 +289,36 @@ def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> 
     [
         ("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3"),
         ("1x2x2", "--residual-mode ladder --z-loss-coeff 0.02"),
+        ("1x2x2", "--residual-mode ladder --z-loss-coeff 0.02 --mtp-num-layers 1 --mtp-depths 2"),
     ],
 )
 def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: GlooPools, layout: str, words: str) -> None:
     """ZeRO-3 evaluates before the first step, when no weight was gathered yet, and between steps. No z-loss counts."""
     world, argv = launch_of(layout, words)
     argv = [*GENTLE_RECIPE, *argv]
-    weights, batches, _, final = plain_steps(argv, world)
-    config = ReferenceConfig.like(run_of(argv, world).model)
+    run = run_of(argv, world)
+    config = replace(ReferenceConfig.like(run.model, run.training), z_loss_coeff=0.0)
+    weights, batches, _, final = plain_steps(
+        argv, world, with_drafting_loss if config.mtp_num_layers else with_extra_losses
+    )
     tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
-    expected = [float(reference_loss(each, config, tokens, labels, mask)) for each in (weights, final)]
+
+    def losses_of(of_model: Weights) -> list[float]:
+        expected = [float(reference_loss(of_model, config, tokens, labels, mask))]
+        if config.mtp_num_layers:
+            counts = torch.stack([targets.sum() for targets in drafting_targets(config, mask)])
+            of_head = drafting_loss(of_model, config, tokens, labels, mask) / counts
+            confirmed = confirmed_drafts(of_model, config, tokens, mask) / counts
+            expected += torch.stack([of_head, confirmed], dim=1).flatten().tolist()
+        return expected
+
+    first, last = losses_of(weights), losses_of(final)
     undisturbed = [loss for loss, *_ in gloo_pools(world).run(train, argv, weights, batches)[0][0]]
     for before, losses, after in gloo_pools(world).run(evaluated, argv, weights, batches):
-        assert [before, after] == pytest.approx(expected, rel=1e-5)
+        assert [before.loss, *before.mtp_losses.values()] == pytest.approx(first, rel=1e-5)
+        assert [after.loss, *after.mtp_losses.values()] == pytest.approx(last, rel=1e-5)
         assert losses == undisturbed
-    assert expected[0] != pytest.approx(expected[1], rel=1e-4)
+    assert first[0] != pytest.approx(last[0], rel=1e-4)
 
 
 def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:

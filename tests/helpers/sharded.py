@@ -124,15 +124,15 @@ def run_chain(
     targets: float = 1.0,
     lengths: Tensor | None = None,
     all_tokens: float = 1.0,
-    drafting_targets: float = 1.0,
+    drafting_targets: Sequence[float] = (),
 ) -> tuple[Tensor, PassStats]:
     """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `targets`, and what
     the passes count.
 
-    The losses of bodies are divided by `all_tokens`, that of a drafting head by `drafting_targets`.
+    The losses of bodies are divided by `all_tokens`, those of a drafting head's depths by `drafting_targets`.
     """
     counts = targets, all_tokens, drafting_targets
-    scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in counts))
+    scales = LossScales(*(torch.tensor(count, dtype=torch.float64).reciprocal() for count in counts))
     entered: list[Tensor | None] = [None]
     left: list[Tensor] = []
     sums = PassStats()

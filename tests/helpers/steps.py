@@ -1,5 +1,6 @@
 """Training steps on the ranks of a pool, compared with AdamW on a plain model, and states handed to other trainers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,16 +141,17 @@ def with_drafting_loss(
     tokens: Tensor,
     labels: Tensor,
     *batch: Any,
-    total_drafting_targets: float,
+    total_drafting_targets: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return cross entropy, the loss of the drafting head, the share of its confirmed predictions, and balancing losses
-    separately, and all gradients."""
+    """Return cross entropy, the loss and the share of confirmed predictions of each depth of the drafting head, and
+    balancing losses separately, and all gradients."""
     total = {"total_drafting_targets": total_drafting_targets}
-    (whole, of_head, of_experts), gradients = drafting_gradients(weights, config, tokens, labels, *batch, **total)
+    (whole, of_experts, *of_head), gradients = drafting_gradients(weights, config, tokens, labels, *batch, **total)
     loss, *balancing = _separate(whole, weights, config, tokens, *batch)
     mask, _, _, *sight = batch
     confirmed = confirmed_drafts(weights, config, tokens, mask, *sight) / total_drafting_targets
-    return torch.stack([loss, of_head, confirmed, *(one + of_experts for one in balancing)]), gradients
+    of_depths = itertools.chain.from_iterable(zip(of_head, confirmed, strict=True))
+    return torch.stack([loss, *of_depths, *(one + of_experts for one in balancing)]), gradients
 
 
 def plain_steps(

@@ -74,11 +74,10 @@ def _accumulate(
 ) -> tuple[list[float], dict[str, Tensor]]:
     targets = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
     all_tokens = sum(token_count(tokens, *sight) for tokens, _, _, *sight in batch)
-    totals: dict[str, float] = {}
+    totals: dict[str, Tensor] = {}
     if config.mtp_num_layers:
-        totals["total_drafting_targets"] = sum(
-            float(drafting_targets(mask, *sight).sum()) for _, _, mask, *sight in batch
-        )
+        targets_of = [drafting_targets(config, mask, *sight) for _, _, mask, *sight in batch]
+        totals["total_drafting_targets"] = torch.tensor([[part.sum() for part in parts] for parts in targets_of]).sum(0)
     total_losses = torch.zeros(1, dtype=torch.float64)
     total: dict[str, Tensor] = {}
     for tokens, labels, loss_mask, *sight in batch:

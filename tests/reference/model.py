@@ -122,6 +122,7 @@ class ReferenceConfig:
     mtp_before_final_norm: bool = False
     mtp_loss_scaling_factor: float = 0.1
     mtp_detach_heads: bool = False
+    mtp_depths: int = 1
     missing: tuple[tuple[int, ...], ...] = ()
     """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 

@@ -1,4 +1,7 @@
-"""The drafting head in plain arithmetic: position i predicts token i + 2 from the stream at i and token i + 1."""
+"""The drafting head in plain arithmetic: position i predicts token i + 2 from the stream at i and token i + 1.
+
+At depth d, counted from 0, it predicts token i + 2 + d from its output at depth d - 1 and token i + 1 + d.
+"""
 
 from collections.abc import Sequence
 
@@ -26,16 +29,21 @@ def drafting_logits(
     tokens: Tensor,
     sight: Sight | None = None,
     record: list[Routed] | None = None,
-) -> Tensor:
-    """Return the logits [b, s - 1, V] of the tokens from the third on, and of one more, after tokens [b, s]."""
+) -> list[Tensor]:
+    """Return the logits [b, s - 1 - d, V] of each depth d, after tokens [b, s]: of the tokens from d + 2 on, and of one
+    more."""
     words, head = weights["embedding.weight"], _output_head(weights, config)
-    stream = _read_stream(weights, config, tokens, sight)
+    x = _read_stream(weights, config, tokens, sight)
     if config.mtp_detach_heads:
-        words, stream, head = words.detach(), stream.detach(), head.detach()
-    # The last position has a next token only outside of the row; in the product it reads token 0.
-    following = torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), dim=1)
-    x = _layer_input(weights, config, words[following], stream)
-    return logits_of(_layer_output(weights, config, x, sight, record), head, config)[:, :-1]
+        words, x, head = words.detach(), x.detach(), head.detach()
+    logits = []
+    for depth in range(config.mtp_depths):
+        # The last positions have no such token in the row; in the product they read token 0.
+        following = torch.zeros_like(tokens)
+        following[:, : -1 - depth] = tokens[:, 1 + depth :]
+        x = _layer_output(weights, config, _layer_input(weights, config, words[following], x), sight, record)
+        logits.append(logits_of(x, head, config)[:, : -1 - depth])
+    return logits
 
 
 def _output_head(weights: Weights, config: ReferenceConfig) -> Tensor:
@@ -77,12 +85,13 @@ def greedy_drafts(weights: Weights, config: ReferenceConfig, ids: Sequence[int],
         x = torch.cat((x, _layer_input(weights, config, words[token], newest)), dim=1)
 
 
-def drafting_targets(mask: Tensor, sight: Sight | None = None) -> Tensor:
-    """Return the weights [b, s - 1] of the targets of the head, where `mask` [b, s] has those of the model."""
+def drafting_targets(config: ReferenceConfig, mask: Tensor, sight: Sight | None = None) -> list[Tensor]:
+    """Return the weights [b, s - 1 - d] of the targets of each depth d, where `mask` [b, s] has those of the model."""
+    shifts = range(1, config.mtp_depths + 1)
     if sight is None:
-        return mask[:, 1:]
-    # A token sees the one before it if both are in one document.
-    return mask[:, 1:] * sight.visible.diagonal(-1, 1, 2).to(mask.dtype)
+        return [mask[:, shift:] for shift in shifts]
+    # A token sees an earlier one if both are in one document.
+    return [mask[:, shift:] * sight.visible.diagonal(-shift, 1, 2).to(mask.dtype) for shift in shifts]
 
 
 def drafting_loss(
@@ -94,19 +103,26 @@ def drafting_loss(
     sight: Sight | None = None,
     record: list[Routed] | None = None,
 ) -> Tensor:
-    """Return the cross entropy of the head, summed over its targets."""
-    logits = drafting_logits(weights, config, tokens, sight, record)
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
-    return (losses * drafting_targets(mask, sight)).sum()
+    """Return the cross entropy at each depth, summed over its targets, [depths]."""
+    sums = []
+    targets = drafting_targets(config, mask, sight)
+    for shift, logits in enumerate(drafting_logits(weights, config, tokens, sight, record), start=1):
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, shift:], reduction="none")
+        sums.append((losses * targets[shift - 1]).sum())
+    return torch.stack(sums)
 
 
 def confirmed_drafts(
     weights: Weights, config: ReferenceConfig, tokens: Tensor, mask: Tensor, sight: Sight | None = None
 ) -> Tensor:
-    """Return the sum of the mask over the head's targets where head and model have the same most likely token."""
-    drafts = drafting_logits(weights, config, tokens, sight).argmax(-1)
+    """Return the sum of the mask over the targets of each depth where head and model have the same most likely token,
+    [depths]."""
     chosen = reference_logits(weights, config, tokens, sight).argmax(-1)
-    return ((drafts == chosen[:, 1:]) * drafting_targets(mask, sight)).sum()
+    sums = []
+    targets = drafting_targets(config, mask, sight)
+    for shift, logits in enumerate(drafting_logits(weights, config, tokens, sight), start=1):
+        sums.append(((logits.argmax(-1) == chosen[:, shift:]) * targets[shift - 1]).sum())
+    return torch.stack(sums)
 
 
 def drafting_gradients(
@@ -119,12 +135,12 @@ def drafting_gradients(
     total_tokens: float,
     sight: Sight | None = None,
     *,
-    total_drafting_targets: float,
+    total_drafting_targets: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of the model, that of the head, and the losses of the head's experts, and the gradients of the
-    sum of the first, the second times its factor, and the third.
+    """Return the loss of the model, the losses of the head's experts, and that of each depth, and the gradients of the
+    sum of the first, the second, and the mean of the others times its factor.
 
-    The first includes the losses of the other experts. The totals are those of the global batch.
+    The first includes the losses of the other experts. The totals are those of the global batch, of each depth.
     """
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     record: list[Routed] = []
@@ -132,8 +148,9 @@ def drafting_gradients(
     balancing = (
         torch.stack([torch.zeros(()), *(one.auxiliary_loss + one.z_loss for one in record)]).sum() / total_tokens
     )
+    balancing = balancing / config.mtp_depths
     of_model = reference_loss(leaves, config, tokens, labels, mask, total_targets, total_tokens, sight)
-    total = of_model + config.mtp_loss_scaling_factor * of_head + balancing
+    total = of_model + config.mtp_loss_scaling_factor * of_head.mean() + balancing
     trained = [name for name in leaves if not name.endswith(".expert_bias")]
     gradients = torch.autograd.grad(total, [leaves[name] for name in trained])
-    return torch.stack([of_model, of_head, balancing]).detach(), dict(zip(trained, gradients, strict=True))
+    return torch.stack([of_model, balancing, *of_head]).detach(), dict(zip(trained, gradients, strict=True))
