@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -178,7 +178,7 @@ class RunLog:
             seconds=round(seconds, 6),
             loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
-            **{name.replace(" ", "_"): value for name, value in (others | shares).items()},
+            **_as_fields(others | shares),
         )
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
@@ -209,7 +209,8 @@ class RunLog:
         line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{others}{why}"
         print_rank_0(line, self._rank)
         named = {"name": name} if name else {}
-        self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **mtp_losses, **named)
+        recorded = _as_fields(mtp_losses) | named
+        self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **recorded)
         curves = {"lm loss": loss, "ppl": perplexity, **mtp_losses}
         self._curves.metrics(iteration, {f"valid/{label}{curve}": value for curve, value in curves.items()})
 
@@ -228,6 +229,11 @@ class RunLog:
             yield
         finally:
             self._interval_start += time.perf_counter() - start
+
+
+def _as_fields(values: Mapping[str, float]) -> dict[str, float]:
+    """Name values as in the record."""
+    return {name.replace(" ", "_"): value for name, value in values.items()}
 
 
 def _describe_loads(loads: Tensor) -> dict[str, float]:

@@ -18,7 +18,7 @@ from megatron_ladder.model.stack import BODIES
 from megatron_ladder.train.log import RunLog
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.setup import Trainer
-from megatron_ladder.train.step import StepResult
+from megatron_ladder.train.step import Evaluation, StepResult
 from tests.docs.pages import Row, code_spans, read_page, table
 from tests.helpers.training import CPU, run_of
 
@@ -87,13 +87,16 @@ def test_the_page_lists_the_losses_of_all_bodies_and_explains_only_its_fields() 
 
 def test_the_page_lists_the_fields_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, mesh = run_of([*RECIPE, "--tensorboard-dir", str(tmp_path)], 1), ProcessMesh.single()
-    with RunLog(Trainer(run, mesh, CPU, mock.Mock(), mock.Mock()), 1, RunRecord(None)) as log:
-        for name in ("", "web"):
-            log.validation(1, 2.0, name)
+    mtp_losses = {"mtp loss": 3.0, "mtp confirmed": 0.5}
+    with RunLog(Trainer(run, mesh, CPU, mock.Mock(), mock.Mock()), 1, RunRecord(tmp_path)) as log:
+        log.validation(1, Evaluation(2.0, mtp_losses))
+        log.validation(1, Evaluation(2.0, {}), "web")
     lines = capsys.readouterr().out.splitlines()
     spans = {*code_spans(read_page(PAGE))}
-    assert {"ppl", *printed_fields(lines[0])[1:]} == {"valid lm loss", "ppl"} <= spans
+    assert {*printed_fields(lines[0])[1:]} == {"valid lm loss", "ppl", *mtp_losses} <= spans
     assert printed_fields(lines[1])[1] == "valid web lm loss" and "valid web lm loss" in spans
     shown = EventAccumulator(str(tmp_path))
     shown.Reload()
-    assert {"valid/lm loss", "valid/ppl"} == {*shown.Tags()["scalars"]} & spans
+    assert {"valid/lm loss", "valid/ppl", "valid/mtp loss", "valid/mtp confirmed"} == {*shown.Tags()["scalars"]} & spans
+    recorded, of_web = (event for event in read_record(tmp_path) if event["event"] == "evaluation")
+    assert recorded.keys() - of_web.keys() == {"mtp_loss", "mtp_confirmed"} and recorded["mtp_confirmed"] == 0.5
