@@ -216,13 +216,13 @@ class SlotBatch:
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
         config, dtype = model.config, model.compute_dtype
-        if columns.counts_filled_columns(dtype, config.head_dim, self._device):
-            positions = math.ceil(positions / columns.PAGE) * columns.PAGE
-        self._positions = positions
-        self._draft_tokens = draft_tokens
         self._columns = positions + draft_tokens
         """Drafts of the last step can be behind the last position."""
-        self._prefill_chunk_size = prefill_chunk_size or positions
+        if columns.counts_filled_columns(dtype, config.head_dim, self._device):
+            self._columns = math.ceil(self._columns / columns.PAGE) * columns.PAGE
+        self._positions = self._columns - draft_tokens
+        self._draft_tokens = draft_tokens
+        self._prefill_chunk_size = prefill_chunk_size or self._positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"

@@ -79,11 +79,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # torch aligns a causal mask with the first key, which would hide earlier keys from a single query.
     causal = mask is None and q.shape[2] > 1
-    if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
-        # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the query of each head becomes
-        # a row of the key-value head that it shares.
+    if mask is not None and mask.shape[1] == 1 and q.shape[1] != k.shape[1]:
+        # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the queries of each head become
+        # rows of the key-value head that it shares.
         grouped = q.reshape(*k.shape[:2], -1, q.shape[3])
-        attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        masks = mask if q.shape[2] == 1 else mask.repeat(1, 1, q.shape[1] // k.shape[1], 1)
+        attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=masks, scale=scale)
         return attended.reshape(*q.shape[:3], v.shape[3])
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

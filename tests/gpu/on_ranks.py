@@ -433,10 +433,12 @@ class RepeatedStep:
         pass
 
 
-def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def decode(
+    checkpoint: Path, dtype: str, captured: bool, draft_tokens: int
+) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Return ids and log-probabilities of greedy continuations by all ranks together."""
     new_graph = CudaStepGraph if rank_device().type == "cuda" else RepeatedStep
-    engine = _engine(checkpoint, dtype, new_graph if captured else None)
+    engine = _engine(checkpoint, dtype, new_graph if captured else None, draft_tokens)
     sampling = SamplingParameters(temperature=0.0, logprobs=True)
     generations = [
         generation
@@ -447,13 +449,16 @@ def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int
     return [(generation.ids, generation.logprobs or ()) for generation in generations]
 
 
-def _engine(checkpoint: Path, dtype: str, new_graph: Callable[[], StepGraph] | None) -> GenerationEngine:
-    device, stored, ranks = rank_device(), open_model(checkpoint, None, None), dist.get_world_size()
+def _engine(
+    checkpoint: Path, dtype: str, new_graph: Callable[[], StepGraph] | None, draft_tokens: int = 0
+) -> GenerationEngine:
+    stored = open_model(checkpoint, None, None, draft="mtp" if draft_tokens else None)
+    device, ranks = rank_device(), dist.get_world_size()
     mesh = mesh_of(ranks, head_replicas(stored.config, ranks))
     has_experts = stored.config.num_experts > 0
     mesh = replace(mesh, tensor=select_all_reduce("auto", mesh.tensor, device, DTYPES[dtype], has_experts))
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
-    return GenerationEngine(model, mesh, None, new_graph)
+    return GenerationEngine(model, mesh, None, new_graph, draft_tokens=draft_tokens)
 
 
 def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, Mapping[str, int]]:

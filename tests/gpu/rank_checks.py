@@ -23,7 +23,7 @@ from tests.distributed.test_steps import GLM, QWEN
 from tests.gpu import on_ranks
 from tests.gpu.runner import Machine, NotRun, Value, check
 from tests.helpers.steps import LATENT, RECIPE, check_outcome, everything, launch_of, pass_on, plain_steps, train
-from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import SOMETIMES, drafting_reference, tiny_config, write_checkpoint
 
 COLLECTIVE_LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "moved": 0.0}
 GRADIENT_LIMITS = {"fp32": 1e-4, "bf16": 5e-2}
@@ -419,8 +419,9 @@ def decoding_model(machine: Machine, wiring: str = "ladder") -> Path:
     folder = machine.folder / wiring
     if not folder.exists():
         sizes = {"num_attention_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
-        config = tiny_config(ladder_layers=(1, 2), **(sizes | DECODED[wiring]))
-        write_checkpoint(folder, config)
+        config = tiny_config(ladder_layers=(1, 2), mtp_num_layers=1, **(sizes | DECODED[wiring]))
+        weights, _ = drafting_reference(config, *SOMETIMES)
+        write_checkpoint(folder, config, weights)
     return folder
 
 
@@ -447,21 +448,25 @@ def compare_decoded(found: Decoded, wanted: Decoded, dtype: str) -> tuple[int, f
     return equal, worst
 
 
-@check("captured decoding, compared with eager decoding", gpus=(1, 2, 8), seconds=120)
+@check("captured decoding, with and without drafts, compared with eager decoding", gpus=(1, 2, 8), seconds=180)
 def captured_decoding(machine: Machine, ranks: int) -> str:
     figures = []
     for wiring, dtype in itertools.product(DECODED, LOGPROB_LIMITS):
         if machine.on_gpu and (wiring, dtype) == ("farskip", "fp32"):
             # The host waits for the choice of experts in fp32.
             continue
-        eager, captured = (
-            machine.call(ranks, on_ranks.decode, decoding_model(machine, wiring), dtype, captured)
-            for captured in (False, True)
+        found = [
+            machine.call(ranks, on_ranks.decode, decoding_model(machine, wiring), dtype, captured, draft_tokens)
+            for captured, draft_tokens in ((False, 0), (True, 0), (True, 2))
+        ]
+        assert all(result == of_ranks[0] for of_ranks in found for result in of_ranks), (
+            f"{wiring} {dtype}: ranks differ"
         )
-        assert eager == eager[:1] * ranks and captured == captured[:1] * ranks, f"{wiring} {dtype}: ranks differ"
-        equal, worst = compare_decoded(captured[0], eager[0], dtype)
-        tokens = sum(len(ids) for ids, _ in eager[0])
-        figures.append(f"{wiring} {dtype}: {equal} of {tokens} tokens, logprobs within {worst:.1e}")
+        eager, *others = (of_ranks[0] for of_ranks in found)
+        tokens = sum(len(ids) for ids, _ in eager)
+        for name, other in zip(("captured", "drafting"), others, strict=True):
+            equal, worst = compare_decoded(other, eager, dtype)
+            figures.append(f"{wiring} {dtype} {name}: {equal} of {tokens} tokens, logprobs within {worst:.1e}")
     return "; ".join(figures)
 
 

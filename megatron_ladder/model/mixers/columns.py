@@ -104,7 +104,7 @@ class TokenColumns(NamedTuple):
         """Return the columns of tokens at `positions` [s, b] in a state of a mixer, and in those of the same shape.
 
         Each token sees the `window` newest positions up to its own; 0 are all of them. `counts_filled` needs a kernel
-        that counts the columns of single tokens.
+        that counts columns, which hides none of a ring from one of several tokens.
         """
         _, heads, columns, _ = states.tensors[number][name].shape
         tokens, batch = positions.shape
@@ -113,10 +113,10 @@ class TokenColumns(NamedTuple):
         rows = (first_rows.view(-1, heads, 1) + (positions % columns).t().unsqueeze(1)).flatten()
         extent = min(states.extent, columns)
         mask, filled = None, None
-        if counts_filled and tokens == 1 and not states.drafted:
-            counts = (positions[0] + 1).clamp(max=columns).to(torch.int32).unsqueeze(1).expand(-1, heads).flatten()
+        if counts_filled and not (window and states.drafted):
+            counts = (positions[-1] + 1).clamp(max=columns).to(torch.int32).unsqueeze(1).expand(-1, heads).flatten()
             starts = torch.arange(len(counts) + 1, dtype=torch.int32, device=positions.device)
-            filled = FilledColumns(starts, starts * columns, starts[:-1].unsqueeze(1), counts)
+            filled = FilledColumns(starts * tokens, starts * columns, starts[:-1].unsqueeze(1), counts)
             extent = columns
         elif not states.is_even:
             held = _held_positions(positions[-1:].t(), columns)[:, None, :extent]
@@ -150,11 +150,12 @@ def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.devic
 class FilledColumns(NamedTuple):
     """Attention to the filled columns of each sample, by a kernel for GPUs that reads no others.
 
-    Neither the shapes nor the values on the host change from token to token, so the call can be captured.
+    Of several queries, each sees the columns up to its own. Neither the shapes nor the values on the host change from
+    step to step, so the call can be captured.
     """
 
     query_starts: Tensor
-    """[b kv_heads/t + 1] int32: each key-value head of each sample is a sequence of one query."""
+    """[b kv_heads/t + 1] int32: each key-value head of each sample is a sequence with the queries of a step."""
     key_starts: Tensor
     """[b kv_heads/t + 1] int32: its first row among the columns of all heads."""
     pages: Tensor
@@ -165,20 +166,22 @@ class FilledColumns(NamedTuple):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """See `Operations.attend`; `sinks` [heads/t] as in `windows.py`."""
         kv_heads, positions, head_dim = k.shape[1:]
+        # [b, kv_heads/t, s, heads of one key-value head, d]
+        grouped = q.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         attended, lse = flash_attention(
-            q.reshape(-1, q.shape[1] // kv_heads, head_dim),
+            grouped.flatten(0, 2),
             k.reshape(-1, 1, head_dim),
             v.reshape(-1, 1, head_dim),
             self.query_starts,
             self.key_starts,
-            1,
+            q.shape[2],
             positions,
             scale,
+            is_causal=q.shape[2] > 1,
             used_keys=self.filled,
             pages=self.pages if positions % PAGE == 0 else None,
         )
         if sinks is not None:
-            # A row for each key-value head of each sample.
-            by_rows = sinks.view(kv_heads, -1).repeat(len(q), 1)
-            attended = (attended * torch.sigmoid(lse.t() - by_rows).unsqueeze(-1)).to(attended.dtype)
-        return attended.view(q.shape)
+            of_heads = sinks.view(kv_heads, 1, -1).expand(grouped.shape[:-1]).flatten(0, 2)
+            attended = (attended * torch.sigmoid(lse.t() - of_heads).unsqueeze(-1)).to(attended.dtype)
+        return attended.view(grouped.shape).transpose(2, 3).flatten(1, 2)

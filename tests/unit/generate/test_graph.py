@@ -25,7 +25,15 @@ from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from megatron_ladder.model import flash_attention
 from megatron_ladder.model.mixers import columns
 from tests.reference import greedy_continuation
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine
+from tests.unit.generate.tiny_model import (
+    MODELS,
+    PROMPTS,
+    SOMETIMES,
+    drafting_reference,
+    reference_of,
+    tiny_config,
+    tiny_engine,
+)
 
 aten = torch.ops.aten
 NEEDS_PAGES = pytest.mark.skipif(not flash_attention._HAS_PAGES, reason="torch has pages from 2.13 on")
@@ -226,15 +234,16 @@ def attend_to_sequences(
     seqused_k: Tensor,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
+    """FlashAttention for `max_q` queries per sequence and sequences of `max_k` keys, some of which are in use, on any
+    device. The last query of a sequence sees all of these.
 
     The real operator receives the arguments as well, on the meta device.
     """
-    sequences = len(q)
+    sequences = len(q) // max_q
     assert query_starts.dtype == key_starts.dtype == seqused_k.dtype == torch.int32
-    torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32))
+    torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_q)
     torch.testing.assert_close(key_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_k)
-    assert (max_q, seqused_k.shape, options) == (1, (sequences,), (0, False, False)) and max_k in (256, RING)
+    assert (seqused_k.shape, options) == ((sequences,), (0, max_q > 1, False)) and max_k in (256, RING)
     on_meta: dict[str, Any] = {"scale": scale, "seqused_k": seqused_k.to("meta")}
     if block_table is None:
         assert k.shape[:2] == (sequences * max_k, 1)
@@ -246,15 +255,16 @@ def attend_to_sequences(
     shape, lse_shape, *_ = (x.shape for x in aten._flash_attention_forward(*meta, max_q, max_k, *options, **on_meta))
     keys, values = (x.view(sequences, 1, max_k, -1) for x in (k, v))
     # What is not in use may be anything, so it must not be multiplied by zero either.
-    unused = torch.arange(max_k) >= seqused_k.view(-1, 1, 1, 1)
-    values = values.masked_fill(unused.transpose(2, 3), 0)
-    queries = q.unsqueeze(2)
-    result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=~unused, scale=scale, enable_gqa=True)
-    assert result.squeeze(2).shape == shape
-    scores = (queries @ keys.mT * scale).masked_fill(unused, -torch.inf)
-    lse = scores.logsumexp(-1).squeeze(2).t()
-    assert lse.shape == lse_shape
-    return result.squeeze(2), lse
+    used = seqused_k.view(-1, 1, 1, 1)
+    values = values.masked_fill((torch.arange(max_k) >= used).transpose(2, 3), 0)
+    unseen = torch.arange(max_k) >= used - torch.arange(max_q - 1, -1, -1).view(-1, 1)
+    # [sequences, heads, max_q, d]
+    queries = q.unflatten(0, (sequences, max_q)).transpose(1, 2)
+    result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=~unseen, scale=scale, enable_gqa=True)
+    scores = (queries @ keys.mT * scale).masked_fill(unseen, -torch.inf)
+    attended, lse = result.transpose(1, 2).flatten(0, 1), scores.logsumexp(-1).transpose(1, 2).flatten(0, 1).t()
+    assert (attended.shape, lse.shape) == (shape, lse_shape)
+    return attended, lse
 
 
 @pytest.mark.parametrize("paged", [False, pytest.param(True, marks=NEEDS_PAGES)], ids=["rows", "pages"])
@@ -291,6 +301,32 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     assert engine.score(PROMPTS[3]) == pytest.approx(expected[1], rel=1e-5)
     steps = 2 if captured else 6
     assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["standard", "ladder-parallel", "windows", "sinks"])
+def test_drafts_attend_to_filled_columns(name: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers but those with windows, and the head's for one draft after the other."""
+    config = tiny_config(**MODELS[name] | {"mtp_num_layers": 1})
+    weights, _ = drafting_reference(config, *SOMETIMES)
+    requests = [GenerationRequest(prompt, 14 + row, GREEDY) for row, prompt in enumerate(PROMPTS)]
+    expected = tiny_engine(config, weights, draft_tokens=2).generate(requests)
+    lengths: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        lengths.append(arguments[5])
+        return attend_to_sequences(*arguments, **options)
+
+    monkeypatch.setattr(flash_attention, "flash_attention_forward", counted)
+    monkeypatch.setattr(columns, "counts_filled_columns", lambda *arguments: True)
+    engine = tiny_engine(config, weights, draft_tokens=2)
+    if captured:
+        engine.new_graph = Graphs()
+    found = engine.generate(requests)
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    assert found[0].timings.accepted_length == expected[0].timings.accepted_length
+    whole = config.num_layers - len(config.window_layers)
+    assert lengths == [3, 1, *[3] * whole] * (len(lengths) // (2 + whole)) and lengths
 
 
 def test_latents_are_attended_to_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
