@@ -59,18 +59,17 @@ def _add_norm(
 
 
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
+"""cuDNN builds a plan for every shape, and the number of keys grows with each step."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Apply attention: q [b, heads/t, s, d], k [b, kv_heads/t, positions, d], v [b, kv_heads/t, positions, width of a
     value] -> [b, heads/t, s, width of a value].
 
-    `mask` is True where a query may attend, and broadcastable to [b, heads, s, positions]; for a single query it is the
-    same for all heads, [b, 1, 1, positions]. None means causal: each query sees the positions up to its own, and a
-    single query, being the newest, sees all. Scores are multiplied by `scale`.
+    `mask` [b or 1, 1, s or 1, positions] is True where a query may attend. None means causal: each query sees the
+    positions up to its own, and a single query, being the newest, sees all. Scores are multiplied by `scale`.
     """
-    if q.shape[2] == 1 and q.is_cuda:
+    if q.is_cuda and (mask is not None or q.shape[2] == 1):
         with sdpa_kernel(_WITHOUT_PLANS):
             return _attend_once(q, k, v, mask, scale)
     return _attend_once(q, k, v, mask, scale)
@@ -79,11 +78,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # torch aligns a causal mask with the first key, which would hide earlier keys from a single query.
     causal = mask is None and q.shape[2] > 1
-    if mask is not None and mask.shape[1] == 1 and q.shape[1] != k.shape[1]:
+    if mask is not None and q.shape[1] != k.shape[1]:
         # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the queries of each head become
         # rows of the key-value head that it shares.
         grouped = q.reshape(*k.shape[:2], -1, q.shape[3])
-        masks = mask if q.shape[2] == 1 else mask.repeat(1, 1, q.shape[1] // k.shape[1], 1)
+        masks = mask if mask.shape[2] == 1 else mask.repeat(1, 1, q.shape[1] // k.shape[1], 1)
         attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=masks, scale=scale)
         return attended.reshape(*q.shape[:3], v.shape[3])
     return F.scaled_dot_product_attention(

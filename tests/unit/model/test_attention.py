@@ -131,17 +131,19 @@ def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("masked", ["no", "rows", "queries"])
 @pytest.mark.parametrize(("value_width", "scale"), [(8, 8**-0.5), (5, 0.7)])
 def test_one_query_or_several_over_grouped_heads_of_a_cache(
-    heads: int, kv_heads: int, queries: int, masked: bool, value_width: int, scale: float
+    heads: int, kv_heads: int, queries: int, masked: str, value_width: int, scale: float
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, queries, heads, 8).transpose(1, 2)
     # The beginning of a longer cache, as a batch of slots passes it.
     k, v = (torch.randn(2, kv_heads, 9, width)[:, :, :5] for width in (8, value_width))
     seen = torch.arange(5) <= torch.tensor([[2], [4]])
-    mask = seen[:, None, None, :] if masked else None
+    mask = seen[:, None, None, :]
+    of_queries = (torch.arange(5) <= torch.arange(queries).unsqueeze(1)) & mask
+    mask = {"no": None, "rows": mask, "queries": of_queries}[masked]
     repeated = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     is_causal = mask is None and queries > 1
     expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, is_causal=is_causal, scale=scale)
