@@ -247,9 +247,11 @@ def _state_bytes(request: InferenceRequest, mixer: Mixer, positions: float) -> f
     """
     model = request.model
     copies = model.num_attention_heads / max(model.num_key_value_heads, request.ranks) if request.expands(mixer) else 1
-    # Of the others, one entry is written.
+    # With drafts, a fixed state is written after each token, and that after the last accepted one is copied. Of the
+    # other states, few entries are written.
+    of_fixed = request.draft_tokens + 4 if request.draft_tokens else 2
     moved = (
-        spec.bytes(positions, BYTES) * (2 if spec.kind is StateKind.FIXED else 1)
+        spec.bytes(positions, BYTES) * (of_fixed if spec.kind is StateKind.FIXED else 1)
         for spec in mixer.states(request.ranks)
     )
     return copies * sum(moved)

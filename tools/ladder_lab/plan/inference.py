@@ -12,7 +12,7 @@ from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.model_flags import parse_layers
-from megatron_ladder.errors import UserError, raise_user_errors, size_text
+from megatron_ladder.errors import UserError, counted, raise_user_errors, size_text
 
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory for weights and states; the rest is for activations, CUDA and NCCL."""
@@ -195,7 +195,7 @@ def _drafting_answer(
     drafting, plain = predictions["standard"].tokens_per_second, without["standard"].tokens_per_second
     ladder, bound = (f"{without[name].speed_up:.2f}" for name in ("ladder", "no-comm"))
     return (
-        f"With {request.draft_tokens} drafts and {request.accepted_length:g} tokens a step, standard "
+        f"With {counted(request.draft_tokens, 'draft')} and {request.accepted_length:g} tokens a step, standard "
         f"generates {drafting / plain:.2f} times as fast as without drafts, where ladder gives {ladder} and the bound "
         f"is {bound}."
     )

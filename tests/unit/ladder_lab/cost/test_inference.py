@@ -135,7 +135,12 @@ def test_a_step_reads_and_writes_states_of_fixed_size(ranks: int, key_heads: int
         narrow = replace(hybrid, reduce_factor=0.0, machine=replace(H100, gpu=gpu))
         wide = replace(narrow, model=replace(narrow.model, linear_conv_kernel_dim=1004))
         more = 30 * 2 * 1000 * (2 * key_heads + value_heads) * 128
-        assert step(wide) - step(narrow) == pytest.approx(3 * 2 * more / gpu.memory_bytes_per_second)
+        read_once = 3 * more / gpu.memory_bytes_per_second
+        assert step(wide) - step(narrow) == pytest.approx(2 * read_once)
+        # Read, written after each of three tokens, and copied from one of them.
+        of_drafts = {"draft_tokens": 2, "accepted_length": 1.0}
+        narrow, wide = (replace(one, model=replace(one.model, mtp_num_layers=1), **of_drafts) for one in (narrow, wide))
+        assert step(wide) - step(narrow) == pytest.approx(6 * read_once)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
