@@ -36,9 +36,8 @@ from megatron_ladder.parallel.vocabulary import (
     VocabParallelMatrix,
 )
 
-_DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
-
-
+_DEFAULT_OPTIONS = StackOptions()
+_NO_LOSSES = ExpertOptions()
 _DEFAULT_MTP = MTPOptions()
 
 
@@ -141,10 +140,10 @@ class LanguageModel(nn.Module):
         """How often training and evaluation apply the drafting head, on any stage."""
         self.mtp_losses = tuple(name for depth in range(self.mtp_depths) for name in names_of_depth(depth))
         self.extra_losses = (*self._head_losses, *self.mtp_losses, *self.stack.loss_names)
-        """Names of the losses whose gradients the model computes although its loss does not contain them, and of the
-        confirmed shares of the drafting head, which have none."""
+        """Names of the losses that are in the gradient of the model's loss but not in its value, and of the drafting
+        head's confirmed shares, which have no gradient."""
         self._from_0: SequenceContext | None = None
-        """That of the last micro-batch whose positions counted from 0 in every row, each of one document."""
+        """The context of the latest micro-batch whose rows are single documents with positions from 0."""
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
         self.lm_head: VocabParallelHead | None = None
@@ -236,7 +235,8 @@ class LanguageModel(nn.Module):
         if entering is None:
             self._check_ids(self._is_word(tokens))
             entering = self.embedding(tokens).unsqueeze(0)
-        leaving, stats = self.stack(entering, context._replace(counts=trains), chunk)
+        context = context._replace(counts=trains)
+        leaving, stats = self.stack(entering, context, chunk)
         if stats.losses:
             leaving = _Carrying.apply(leaving, 1.0 if scales is None else scales.tokens, *stats.losses.values())
             stats = stats.detached()
@@ -256,7 +256,6 @@ class LanguageModel(nn.Module):
         loss = losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
         if words is not None:
             hidden_states = leaving[0] if self.config.mtp_before_final_norm else normed
-            context = context._replace(counts=trains)
             mtp_losses, mtp_stats = self._mtp_losses(hidden_states, words, tokens, labels, loss_mask, context, scales)
             of_head = mtp_losses.sum() if scales is None else mtp_losses @ scales.mtp_targets.to(mtp_losses.dtype)
             loss = _Carrying.apply(loss, self._mtp_options.loss_scale / self.mtp_depths, of_head)
@@ -274,9 +273,12 @@ class LanguageModel(nn.Module):
         scales: LossScales | None,
     ) -> tuple[Tensor, PassStats]:
         """Return the loss of each depth of the drafting head, summed over its target tokens, [depths], and what its
-        passes count, with these losses and the confirmed predictions: `words` [s, b] are those of the model.
+        passes count, including these losses and the confirmed predictions.
 
-        Its backward also runs that of the layer's extra losses, which are means over the depths, as in Megatron-LM.
+        Backward also runs that of the layer's extra losses, which are averaged over the depths, as in Megatron-LM.
+
+        Args:
+            words: the most likely token of the model after each token, [s, b].
         """
         assert self.mtp is not None
         options = self._mtp_options
@@ -445,6 +447,8 @@ class LanguageModel(nn.Module):
 
 
 class _Carrying(Function):
+    """Returns `x`. In backward, each of the `losses` has the gradient `scale`, whatever the gradient of the result."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | float, *losses: Tensor) -> Tensor:
         ctx.scale, ctx.dtype = scale, losses[0].dtype

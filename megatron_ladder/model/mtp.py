@@ -38,9 +38,9 @@ class MTPOptions(NamedTuple):
     loss_scale: float = 0.1
     """Factor of the head's mean loss in the gradient."""
     detaches: bool = False
-    """Whether the head's loss trains nothing but the head."""
+    """Whether the head's loss trains only the head."""
     depths: int = 1
-    """How often the head is applied, each time after the first to its own output, for the token after."""
+    """How often the head is applied; after the first time, it reads its own output and predicts one token further."""
 
 
 class _WholeLinear(ParallelModule):
@@ -84,7 +84,8 @@ class DraftingHead(nn.Module):
 
         Args:
             next_embeddings: the embedding of the token after each, in the layout of the stream.
-            hidden_states: the complete stream after the last layer, or its norm; or the output for the token before.
+            hidden_states: the complete stream after the last layer, or its norm; to predict one token further, what the
+                head returned before.
         """
         both = torch.cat((self.enorm(next_embeddings), self.hnorm(hidden_states)), dim=-1)
         state, stats = self.stack(self.eh_proj(both).unsqueeze(0), context)
@@ -94,7 +95,7 @@ class DraftingHead(nn.Module):
 def names_of_depth(depth: int) -> tuple[str, str]:
     """Return the names of the loss at a depth, counted from 0, and of the share of confirmed predictions.
 
-    The model confirms a prediction that is also its most likely token, where all tokens before that are known.
+    A prediction is confirmed if it is also the most likely token of the model, which reads all true tokens before it.
     """
     head = f"mtp {depth + 1}" if depth else "mtp"
     return f"{head} loss", f"{head} confirmed"
@@ -103,10 +104,9 @@ def names_of_depth(depth: int) -> tuple[str, str]:
 def shift_targets(
     labels: Tensor, loss_mask: Tensor | None, document_bounds: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the labels and the loss mask of the drafting head for those of the model, or of the depth before, [b, s].
+    """Return labels and loss mask [b, s] of a depth of the drafting head, given those of the model or previous depth.
 
-    The label of a position is that of the next one, and counts as much, if both are in the same document. Otherwise,
-    it is ignored.
+    Each position takes label and weight of the next one, if both are in the same document. Otherwise, it has no loss.
 
     Args:
         document_bounds: see `LanguageModel.training_context`, on the device of the labels.
@@ -118,7 +118,7 @@ def shift_targets(
 
 
 def shift_tokens(tokens: Tensor) -> Tensor:
-    """Return the token after each, [b, s]; after the last one of a row 0, which no counted position reads."""
+    """Return the token after each one, [b, s]. The last position of a row has none, and gets 0."""
     return _shift(tokens, 0)
 
 
