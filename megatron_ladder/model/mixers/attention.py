@@ -80,11 +80,8 @@ class AttentionHeads(Heads):
         if states.lengths is not None:
             kept = states.tensors[self.number]["k"].shape[2]
             return PromptColumns.of(states, len(context.positions), self.mixer.window, kept)
-        counts_filled = self._counts_filled(context)
+        counts_filled = columns.counts_filled_columns(self.dtype, self.head_dim, context.positions.device)
         return TokenColumns.of(states, self.number, "k", context.positions, self.mixer.window, counts_filled)
-
-    def _counts_filled(self, context: SequenceContext) -> bool:
-        return columns.counts_filled_columns(self.dtype, self.head_dim, context.positions.device)
 
     def forward(self, projected: Tensor, context: SequenceContext) -> Tensor:
         """See `Heads.forward`."""
@@ -111,18 +108,19 @@ class AttentionHeads(Heads):
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, inputs: AttentionInputs) -> Tensor:
         """Attend to the keys that each query may see."""
-        kept, window, sinks = inputs.columns, self.mixer.window, self.sinks
+        sinks = self.sinks
         if sinks is not None and inputs.blocks is not None:
             return attend_to_blocks(q, k, v, inputs.blocks, self.scale, sinks)
-        if kept is None or context.states is None or context.states.begins:
+        if inputs.columns is None or context.states is None or context.states.begins:
+            window = self.mixer.window
             if context.documents is None and not window and sinks is None:
                 return self.attend_once(q, k, v, None, self.scale)
             return document_attention(q, k, v, context.documents, self.scale, window, sinks)
-        if kept.filled is not None:
-            return kept.filled.attend(q, k, v, self.scale, sinks)
+        if inputs.columns.filled is not None:
+            return inputs.columns.filled.attend(q, k, v, self.scale, sinks)
         if sinks is None:
-            return self.attend_once(q, k, v, kept.mask, self.scale)
-        mask = q.new_ones(1, 1, dtype=torch.bool) if kept.mask is None else kept.mask
+            return self.attend_once(q, k, v, inputs.columns.mask, self.scale)
+        mask = q.new_ones(1, 1, dtype=torch.bool) if inputs.columns.mask is None else inputs.columns.mask
         return attend_with_mask(q, k, v, mask, self.scale, sinks)
 
 

@@ -37,7 +37,7 @@ class PromptColumns(NamedTuple):
     is_ring: bool
     """Whether the states do not grow."""
     mask: Tensor | None = None
-    """[b or 1, 1, s, columns] of the columns of `update`; None if there are only those of the positions themselves."""
+    """[b or 1, 1, s, columns]: which columns of `update` each position sees; None without earlier positions."""
     filled: None = None
 
     @staticmethod
@@ -103,8 +103,8 @@ class TokenColumns(NamedTuple):
     ) -> "TokenColumns":
         """Return the columns of tokens at `positions` [s, b] in a state of a mixer, and in those of the same shape.
 
-        Each token sees the `window` newest positions up to its own; 0 are all of them. `counts_filled` needs a kernel
-        that counts columns, which hides none of a ring from one of several tokens.
+        Each token sees the `window` newest positions up to its own; 0 are all of them. `counts_filled` replaces the
+        mask by `FilledColumns`, except in rings with drafts: from each token of a pass, other columns are hidden.
         """
         _, heads, columns, _ = states.tensors[number][name].shape
         tokens, batch = positions.shape
@@ -150,7 +150,7 @@ def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.devic
 class FilledColumns(NamedTuple):
     """Attention to the filled columns of each sample, by a kernel for GPUs that reads no others.
 
-    Of several queries, each sees the columns up to its own. Neither the shapes nor the values on the host change from
+    Each of several queries sees the columns up to its own. Neither the shapes nor the values on the host change from
     step to step, so the call can be captured.
     """
 
