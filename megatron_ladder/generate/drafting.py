@@ -52,8 +52,8 @@ class Drafter:
         states = self.states._replace(before=states.before, lengths=states.lengths - 1)
         self._process(following, self._model.read_by_mtp(streams), positions, states)
 
-    def follow(self, streams: Tensor) -> None:
-        """Keep the streams of the model's newest pass, [K + 1, b, h], or of the last tokens of prompts, [1, b, h]."""
+    def store_streams(self, streams: Tensor) -> None:
+        """Store the streams of the model's newest pass, [K + 1, b, h], or of the last tokens of prompts, [1, b, h]."""
         self._streams[: len(streams), : streams.shape[1]] = self._model.read_by_mtp(streams)
 
     def draft(

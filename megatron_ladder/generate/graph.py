@@ -1,9 +1,9 @@
 """Decode steps on GPUs, captured once for all tokens.
 
-On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
-launches all of them at once. It replays the captured addresses, so the inputs of a step (ids, columns and random
-numbers) are copied into a fixed buffer, and attention gets all columns of its states. The number of filled ones, or a
-mask, is computed on the device.
+On a GPU, a decode step consists of hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA
+graph launches all of them at once. It replays the captured addresses, so the inputs of a step (ids, positions and
+random numbers) are copied into a fixed buffer, and attention gets all columns of its states. The number of filled
+columns, or a mask, is computed on the device.
 """
 
 from collections.abc import Callable

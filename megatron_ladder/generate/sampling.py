@@ -28,7 +28,7 @@ from megatron_ladder.parallel.scoring import gather_scores, read_scores
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
 _REJECTED = -2
-"""Fills a row behind its last token, in place of rejected drafts."""
+"""Fills a row after its last token, instead of rejected drafts."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 
@@ -136,7 +136,8 @@ class _Rows(NamedTuple):
     def of(cls, parameters: Sequence[SamplingParameters], device: torch.device) -> "_Rows":
         def numbers(one: SamplingParameters) -> list[float]:
             # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
-            temperature, top_p = 1.0 if one.greedy else one.temperature, one.top_p if one.top_p < 1 else math.inf
+            top_p = one.top_p if one.top_p < 1 else math.inf
+            temperature = 1.0 if one.greedy else one.temperature
             return [temperature, one.top_k or math.inf, top_p, one.min_p, one.repetition_penalty, one.greedy]
 
         columns = to_device(torch.tensor([*map(numbers, parameters)], dtype=torch.float64), device).split(1, dim=1)
@@ -305,7 +306,8 @@ class Sampler:
         seen = self._seen[: len(logits)] if drafts is None else self._seen_with(drafts)
         own = seen[:, self._start : self._start + logits.shape[1]]
         # The padding of the vocabulary has no columns.
-        is_seen, penalty = F.pad(own, (0, logits.shape[1] - own.shape[1])), rows.repetition.to(logits.dtype)
+        is_seen = F.pad(own, (0, logits.shape[1] - own.shape[1]))
+        penalty = rows.repetition.to(logits.dtype)
         return torch.where(is_seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _seen_with(self, drafts: Tensor) -> Tensor:

@@ -304,7 +304,7 @@ class SlotBatch:
         lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
         newest = self._read_prompts(tokens, lengths).unsqueeze(0)
         if self._drafter is not None:
-            self._drafter.follow(newest)
+            self._drafter.store_streams(newest)
         logits = self._model.logits_shard(newest)[0]
         numbers = self._sampler.draw(len(prompts))
         uniform = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
@@ -343,7 +343,7 @@ class SlotBatch:
         rows = [[*inputs, *numbers] for inputs, numbers in zip(step_inputs, uniform, strict=True)]
         if self._captured is not None:
             rows += [[PADDING] * len(rows[0])] * (self._slots - count)
-        # Doubles represent all ids and columns exactly.
+        # Doubles represent all ids and positions exactly.
         inputs = to_device(torch.tensor(rows, dtype=torch.float64), self._device)
         if self._captured is None:
             positions = [position for *_, position in step_inputs]
@@ -376,7 +376,7 @@ class SlotBatch:
         newest = torch.cat((tokens.gather(1, accepted), drafts.tokens), dim=1)
         step_positions = positions + torch.arange(width, device=self._device)
         hidden_states = self._hidden_states(newest, step_positions.t(), states)
-        self._drafter.follow(hidden_states)
+        self._drafter.store_streams(hidden_states)
         chosen, accepted = self._sampler.verify(self._model.logits_shard(hidden_states), drafts, verify_uniform)
         states.keep(accepted)
         return chosen

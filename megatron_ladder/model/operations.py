@@ -144,7 +144,7 @@ class ExpertOptions:
     balancing: float = 0.0
     """Coefficient of the auxiliary loss of the Switch Transformer (arXiv 2101.03961), of each layer."""
     balancing_of: Literal["seq_aux_loss", "aux_loss"] = "seq_aux_loss"
-    """What shall be balanced: each sequence, or each micro-batch."""
+    """What is balanced: each sequence, or each micro-batch."""
     z_loss: float = 0.0
     """Coefficient of the squared log of the normaliser of the router's softmax."""
     sharding: Literal["width", "experts"] = "width"

@@ -6,7 +6,7 @@ vLLM calls `register` in each of its processes, through the entry point of this 
 import logging
 
 SUPPORTED_VLLM = "0.32"
-"""The minor version of vLLM with which the plugin was tried: 0.32.0. README.md lists what of vLLM it uses."""
+"""The minor version of vLLM with which the plugin was tried: 0.32.0. README.md lists the parts of vLLM that it uses."""
 
 _ARCHITECTURE = "MegatronLadderForCausalLM"
 _log = logging.getLogger("vllm.plugins.megatron_ladder")
