@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
     loss: float
     """The loss of the global batch, the same on every rank."""
     extra_losses: Mapping[str, float]
-    """Losses of the global batch by name that `loss` does not contain, the same on every rank."""
+    """`LanguageModel.extra_losses` of the global batch by name, the same on every rank."""
     loads: Tensor
     """How many tokens of the global batch chose each expert, [layers with experts, E], on the host of every rank."""
     finding: Finding | None = None

@@ -30,8 +30,7 @@ def drafting_logits(
     sight: Sight | None = None,
     record: list[Routed] | None = None,
 ) -> list[Tensor]:
-    """Return the logits [b, s - 1 - d, V] of each depth d, after tokens [b, s]: of the tokens from d + 2 on, and of one
-    more."""
+    """Return the logits [b, s - 1 - d, V] of each depth d for tokens [b, s]: those of token d + 2 up to token s."""
     words, head = weights["embedding.weight"], _output_head(weights, config)
     x = _read_stream(weights, config, tokens, sight)
     if config.mtp_detach_heads:
@@ -86,7 +85,7 @@ def greedy_drafts(weights: Weights, config: ReferenceConfig, ids: Sequence[int],
 
 
 def drafting_targets(config: ReferenceConfig, mask: Tensor, sight: Sight | None = None) -> list[Tensor]:
-    """Return the weights [b, s - 1 - d] of the targets of each depth d, where `mask` [b, s] has those of the model."""
+    """Return the weights [b, s - 1 - d] of the targets of each depth d, given those of the model, `mask` [b, s]."""
     shifts = range(1, config.mtp_depths + 1)
     if sight is None:
         return [mask[:, shift:] for shift in shifts]
@@ -137,10 +136,11 @@ def drafting_gradients(
     *,
     total_drafting_targets: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of the model, the losses of the head's experts, and that of each depth, and the gradients of the
-    sum of the first, the second, and the mean of the others times its factor.
+    """Return the loss of the model, the losses of the head's experts, and the loss of each depth, [2 + depths], and the
+    gradients of their sum, in which the losses of the depths are a mean with the factor `mtp_loss_scaling_factor`.
 
-    The first includes the losses of the other experts. The totals are those of the global batch, of each depth.
+    The loss of the model includes those of its own experts. The totals are those of the global batch;
+    `total_drafting_targets` are [depths].
     """
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     record: list[Routed] = []
