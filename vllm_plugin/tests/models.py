@@ -296,14 +296,14 @@ def train_head(
     projection = weights[f"layers.{config.num_layers}.eh_proj.weight"].requires_grad_()
     optimizer = torch.optim.Adam([projection], lr=0.03)
     for _ in range(10):
-        logits = drafting_logits(weights, like, tokens)
+        (logits,) = drafting_logits(weights, like, tokens)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets).backward()
         optimizer.step()
     with torch.no_grad():
-        drafts = drafting_logits(weights, like, tokens).argmax(-1)
+        (logits,) = drafting_logits(weights, like, tokens)
     return projection.detach(), [
-        row[: len(sequence) - 1].tolist() for row, sequence in zip(drafts, sequences, strict=True)
+        row[: len(sequence) - 1].tolist() for row, sequence in zip(logits.argmax(-1), sequences, strict=True)
     ]
 
 
