@@ -49,7 +49,7 @@ class GenerationEngine:
         self._captured = None
 
     def _batch(self, slots: int, positions: int) -> SlotBatch:
-        """Return a batch; one that captures steps is that of earlier calls, unless it is too small."""
+        """Return a batch: a new one, or with captured steps that of earlier calls if it is large enough."""
         if self.new_graph is None:
             return self._new_batch(slots, positions)
         if self._captured is None or not self._captured.fits(slots, positions):
