@@ -104,12 +104,12 @@ class Evaluator:
         if largest >= (size := self.stored.config.vocab_size):
             reason = f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own "
             raise UserError(Problem({}, reason + "{tokenizer_model}"))
-        found: dict[int, Generation] = {}
+        by_number: dict[int, Generation] = {}
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))
         for numbers in self._batches("generating", order):
             generations = self._on_all_ranks("generate", [requests[number] for number in numbers])
-            found.update(zip(numbers, generations, strict=True))
-        return [found[number] for number in range(len(requests))]
+            by_number.update(zip(numbers, generations, strict=True))
+        return [by_number[number] for number in range(len(requests))]
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""

@@ -99,9 +99,10 @@ def open_model(
     warnings = [*stored.warnings]
     if given is not None:
         warnings += _another_tokenizer(stored.directory, given)
-    known, size = 0 if stored.tokenizer is None else stored.tokenizer.vocab_size, stored.config.vocab_size
-    if known > size:
-        warnings.append(f"the tokenizer has {known} ids, the model {size}: larger ids must not occur")
+    size = stored.config.vocab_size
+    if stored.tokenizer is not None and stored.tokenizer.vocab_size > size:
+        ids = stored.tokenizer.vocab_size
+        warnings.append(f"the tokenizer has {ids} ids, the model {size}: larger ids must not occur")
     return replace(stored, warnings=tuple(warnings))
 
 
@@ -152,12 +153,13 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, field_name: s
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None, keeps_mtp: bool) -> StoredModel:
-    found = open_hf_directory(directory, keeps_mtp, mtp_fix="leave {draft} out")
+    source = open_hf_directory(directory, keeps_mtp, mtp_fix="leave {draft} out")
     used = find_tokenizer(directory) if tokenizer is None else tokenizer
-    eos_ids = _eos_ids(end_ids(found.token_ids), used)
+    eos_ids = _eos_ids(end_ids(source.token_ids), used)
     added = () if used is None else used.added_around()[0]
-    prefix, fill = added if tokenizer is None else (), partial(load_weights, source=found)
-    return StoredModel(directory, found.model, used, eos_ids, prefix, added, fill, warnings=tuple(found.notes))
+    prefix = added if tokenizer is None else ()
+    fill = partial(load_weights, source=source)
+    return StoredModel(directory, source.model, used, eos_ids, prefix, added, fill, warnings=tuple(source.notes))
 
 
 def _eos_ids(listed: Iterable[int], tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -131,7 +131,9 @@ def load_engine(
     `rewired` is the model in another wiring, with the same tensors, which the engine computes instead.
     """
     begun = time.monotonic()
-    config, ranks, peers = rewired or stored.config, rank_info.world_size, Peers()
+    config = rewired or stored.config
+    ranks = rank_info.world_size
+    peers = Peers()
     if rank_info.launched:
         device = start_process_group(rank_info, _TIMEOUT_MINUTES, peers=peers)
         mesh = ProcessMesh.build(ranks, head_replicas=head_replicas(config, ranks))

@@ -322,8 +322,8 @@ class SlotBatch:
             if self._drafter is not None:
                 self._drafter.read_prompts(tokens, hidden_states, positions, states)
             last = (lengths - 1 - before).clamp(max=part.shape[1] - 1)
-            found = hidden_states[last.clamp(min=0), all_rows]
-            newest = found if newest is None else torch.where((last < 0).unsqueeze(1), newest, found)
+            of_part = hidden_states[last.clamp(min=0), all_rows]
+            newest = of_part if newest is None else torch.where((last < 0).unsqueeze(1), newest, of_part)
         assert newest is not None
         return newest
 

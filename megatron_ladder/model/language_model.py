@@ -430,7 +430,7 @@ class LanguageModel(nn.Module):
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
-            earlier: the context of a micro-batch whose positions count from 0, of which this one takes what is equal.
+            earlier: the context of another micro-batch whose positions count from 0, to be used again if it is as long.
         """
         length = tokens.shape[1]
         device = self.device
