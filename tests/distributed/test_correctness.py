@@ -378,7 +378,7 @@ def test_every_wiring_and_layout(
         ["overlap", "blocking"],
     ),
 )
-def test_streams_of_their_own(
+def test_separate_streams(
     gloo_pools: GlooPools,
     name: str,
     feature: str,
@@ -401,7 +401,7 @@ def test_streams_of_their_own(
         RECOMPUTED,
     ),
 )
-def test_attention_of_streams_of_their_own(
+def test_attention_of_separate_streams(
     gloo_pools: GlooPools, name: str, attention: dict[str, Any], recompute: int
 ) -> None:
     """Lanes of one rank cannot share a latent."""

@@ -122,7 +122,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: st
 
 
 @pytest.mark.parametrize("name", usual_share(OWN_STREAMS, 3))
-def test_streams_of_their_own(gloo_pools: GlooPools, name: str) -> None:
+def test_separate_streams(gloo_pools: GlooPools, name: str) -> None:
     ranks, changes = OWN_STREAMS[name]
     config = small_model(**changes | HEAD)
     check(gloo_pools, config, How(ranks, "", "width", "overlap", 0, (1, 3), 2), make_batch(config))
