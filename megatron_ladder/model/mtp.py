@@ -60,7 +60,7 @@ class _WholeLinear(ParallelModule):
 class DraftingHead(nn.Module):
     """This rank's slices of a drafting head, without embedding and output head."""
 
-    def __init__(self, build: BuildContext, tensors: MTPTensors, options: StackOptions, depths: int = 1) -> None:
+    def __init__(self, build: BuildContext, tensors: MTPTensors, options: StackOptions, depths: int) -> None:
         """`options.recompute_layers` is 1 to recompute the layer; training applies it `depths` times in a pass."""
         super().__init__()
         config = build.config.mtp_config
