@@ -60,6 +60,6 @@ class Generation:
     finish_reason: FinishReason
     timings: Timings
     state_bytes: int
-    """What each rank keeps of a sequence as long as the longest of the batch, with its new tokens: the states of token
-    mixers, such as keys and values."""
+    """What each rank allocates for a sequence of the batch: the states of token mixers, such as keys and values. They
+    have positions for the longest prompt with its new tokens, and with captured steps for more."""
     logprobs: tuple[float, ...] | None = None
