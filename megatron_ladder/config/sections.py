@@ -151,6 +151,10 @@ class TrainingConfig:
             "{recompute_num_layers} is above {num_layers}",
         ),
         rule(
+            lambda mtp_num_layers, mtp_depths, seq_length: mtp_num_layers and mtp_depths >= seq_length,
+            "{mtp_depths} is not below {seq_length}: no row has a target token for the last depth",
+        ),
+        rule(
             lambda linear_attention_implementation, bf16: linear_attention_implementation == "fla" and not bf16,
             "{linear_attention_implementation} without {bf16}: its kernels do not multiply in fp32",
         ),

@@ -204,7 +204,7 @@ class RunLog:
         # Unlike `math.exp`, this is infinite for large losses.
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         cause = Problem({}, "no token counts (raise {eval_iters}), or a weight is not finite")
-        why = f" | {cause}" if math.isnan(loss) else ""
+        why = f" | {cause}" if any(map(math.isnan, (loss, *mtp_losses.values()))) else ""
         others = "".join(f" | {of_mtp} {value:.4f}" for of_mtp, value in mtp_losses.items())
         line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{others}{why}"
         print_rank_0(line, self._rank)

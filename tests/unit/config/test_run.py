@@ -163,6 +163,8 @@ def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> 
         ),
         ("--rope-low-freq-factor 2 --rope-scaling linear", "--rope-low-freq-factor 2.0 requires --rope-scaling"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
+        ("--mtp-num-layers 1 --mtp-depths 128", "--mtp-depths 128 is not below --seq-length 128: no row has a target"),
+        ("--mtp-num-layers 1 --seq-length 1", "--mtp-depths 1 is not below --seq-length 1: no row has a target"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
         (
             "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "

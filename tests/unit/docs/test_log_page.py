@@ -1,5 +1,6 @@
 """The page about the log line lists what a run prints, draws and records."""
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -100,3 +101,14 @@ def test_the_page_lists_the_fields_of_an_evaluation(tmp_path: Path, capsys: pyte
     assert {"valid/lm loss", "valid/ppl", "valid/mtp loss", "valid/mtp confirmed"} == {*shown.Tags()["scalars"]} & spans
     recorded, of_web = (event for event in read_record(tmp_path) if event["event"] == "evaluation")
     assert recorded.keys() - of_web.keys() == {"mtp_loss", "mtp_confirmed"} and recorded["mtp_confirmed"] == 0.5
+
+
+@pytest.mark.parametrize(("loss", "mtp_loss"), [(math.nan, 3.0), (2.0, math.nan), (2.0, 3.0)])
+def test_an_evaluation_names_the_cause_of_a_mean_over_no_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float, mtp_loss: float
+) -> None:
+    run, mesh = run_of(RECIPE, 1), ProcessMesh.single()
+    with RunLog(Trainer(run, mesh, CPU, mock.Mock(), mock.Mock()), 1, RunRecord(tmp_path)) as log:
+        log.validation(1, Evaluation(loss, {"mtp loss": mtp_loss}))
+    names_cause = "no token counts (raise --eval-iters), or a weight is not finite" in capsys.readouterr().out
+    assert names_cause == (math.isnan(loss) or math.isnan(mtp_loss))
