@@ -138,6 +138,14 @@ def assert_planned_memory(capsys: pytest.CaptureFixture[str], ranks: int, words:
     assert "planner" in report and "*** stage" not in report, report
 
 
+def test_memory_with_a_drafting_head_is_not_compared_with_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans do not include the head, so no estimate of them is off."""
+    dry_run(parse_run([*RECIPE, "--mtp-num-layers", "1", "--mtp-depths", "2"]), 1)
+    report = capsys.readouterr().out
+    (stage,) = (line for line in report.splitlines() if line.split()[:2] == ["0", "0"])
+    assert stage.split()[-1] == "-" and "*** stage" not in report, report
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sharding", ["width", "experts"])
 def test_memory_of_experts_is_that_of_the_planner(

@@ -182,10 +182,13 @@ def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankReco
 
 
 def _planned_bytes(run: RunConfig, stage: int) -> float:
-    """Return the planner's memory of a stage; 0 if it does not know the run's layout."""
+    """Return the planner's memory of a stage; 0 if it does not know the run's layout or a part of the model."""
     parallel = run.parallel
     training = run.training
     if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
+        return 0.0
+    # Plans do not include a drafting head.
+    if run.model.mtp_num_layers:
         return 0.0
     precision: Precision = "bf16" if training.bf16 else "fp32"
     layout = replace(Layout.of(run), captures=False)
