@@ -287,7 +287,7 @@ def evaluated(
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3"),
+        ("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3 --mtp-num-layers 1"),
         ("1x2x2", "--residual-mode ladder --z-loss-coeff 0.02"),
         ("1x2x2", "--residual-mode ladder --z-loss-coeff 0.02 --mtp-num-layers 1 --mtp-depths 2"),
     ],
