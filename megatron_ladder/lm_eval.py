@@ -6,11 +6,16 @@ generate.py that concern the model, as in `model=checkpoints,tp=2`.
 
 import atexit
 import functools
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+
+if __name__ == "__main__" and importlib.util.find_spec("lm_eval") is None:
+    print(f'error: lm-eval is not installed for {sys.executable}: pip install -e ".[eval]"', file=sys.stderr)
+    sys.exit(2)
 
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance

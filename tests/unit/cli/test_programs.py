@@ -1,7 +1,9 @@
 """What all programs have in common: answers before anything heavy is imported, versions, and a missing environment."""
 
+import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +156,15 @@ def test_ctrl_c_ends_a_conversation_without_an_error(monkeypatch: pytest.MonkeyP
         generate.main(["--model", "m", "--tp", ranks, "--interactive"])
         with pytest.raises(KeyboardInterrupt):
             generate.main(["--model", "m", "--tp", ranks, "--prompt", "x"])
+
+
+def test_evaluation_without_lm_eval_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "megatron_ladder" / "lm_eval.py"), run_name="__main__")
+    assert end.value.code == 2
+    expected = f'error: lm-eval is not installed for {sys.executable}: pip install -e ".[eval]"\n'
+    assert capsys.readouterr().err == expected
