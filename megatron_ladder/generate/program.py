@@ -361,7 +361,7 @@ def _summary(generations: Sequence[Generation]) -> str:
     if timings.accepted_length is not None:
         decode += f"; accepted length {timings.accepted_length:.2f}"
     return (
-        f"{counted(len(generations), 'prompt')}: {prompt_tokens} tokens in, {new_tokens} out; "
+        f"{counted(len(generations), 'prompt')}: {counted(prompt_tokens, 'token')} in, {new_tokens} out; "
         f"first token after {timings.time_to_first_token * 1000:.0f} ms; "
         f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}; "
         f"states of a sequence: {size_text(generations[0].state_bytes)}"
