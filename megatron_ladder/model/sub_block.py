@@ -463,13 +463,13 @@ class _ForwardWalk(Generic[Input]):
             step.body.middle.forward = functools.partial(self._run_in_the_middle, position, torch.is_grad_enabled())
         with step.named("forward"):
             partial, start, stats = self._forward.compute(position - self._first, input)
-        self._stats = self._stats.plus(stats)
-        if joined is not None:
-            partial = joined + partial
-        if step.wired.joins_next:
-            self._joined = partial
-        else:
-            self._launch(position, start, partial)
+            self._stats = self._stats.plus(stats)
+            if joined is not None:
+                partial = joined + partial
+            if step.wired.joins_next:
+                self._joined = partial
+            else:
+                self._launch(position, start, partial)
 
     def _run_in_the_middle(self, position: int, enable_grad: bool) -> None:
         """Run the experts that belong in the middle of a sub-block, or let the tokens of later ones move."""
