@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+# Before the imports that need it.
 if __name__ == "__main__" and importlib.util.find_spec("lm_eval") is None:
     print(f'error: lm-eval is not installed for {sys.executable}: pip install -e ".[eval]"', file=sys.stderr)
     sys.exit(2)

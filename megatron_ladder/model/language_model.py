@@ -247,16 +247,19 @@ class LanguageModel(nn.Module):
             return self.predictions(leaving[0], labels), stats
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
         weights = None if loss_mask is None else loss_mask.t()
-        words = None if self.mtp is None else labels.new_empty(labels.t().shape)
-        targets = Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft, most_likely=words)
+        z_loss_coeff = self._z_loss_coeff if trains else 0.0
+        most_likely = None if self.mtp is None else labels.new_empty(labels.t().shape)
+        targets = Targets(labels.t(), weights, z_loss_coeff, soft=soft, most_likely=most_likely)
         normed = self.final_norm(leaving[0])
         losses = self._loss(normed, targets)
         if trains:
             stats = stats.plus(PassStats(dict(zip(self._head_losses, losses[1:], strict=True))).detached())
         loss = losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
-        if words is not None:
+        if most_likely is not None:
             hidden_states = leaving[0] if self.config.mtp_before_final_norm else normed
-            mtp_losses, mtp_stats = self._mtp_losses(hidden_states, words, tokens, labels, loss_mask, context, scales)
+            mtp_losses, mtp_stats = self._mtp_losses(
+                hidden_states, most_likely.t(), tokens, labels, loss_mask, context, scales
+            )
             of_head = mtp_losses.sum() if scales is None else mtp_losses @ scales.mtp_targets.to(mtp_losses.dtype)
             loss = _Carrying.apply(loss, self._mtp_options.loss_scale / self.mtp_depths, of_head)
             stats = stats.plus(mtp_stats)
@@ -265,7 +268,7 @@ class LanguageModel(nn.Module):
     def _mtp_losses(
         self,
         hidden_states: Tensor,
-        words: Tensor,
+        most_likely: Tensor,
         tokens: Tensor,
         labels: Tensor,
         loss_mask: Tensor | None,
@@ -278,7 +281,7 @@ class LanguageModel(nn.Module):
         Backward also runs that of the layer's extra losses, which are averaged over the depths, as in Megatron-LM.
 
         Args:
-            words: the most likely token of the model after each token, [s, b].
+            most_likely: the most likely token of the model after each token, [b, s].
         """
         assert self.mtp is not None
         options = self._mtp_options
@@ -302,10 +305,10 @@ class LanguageModel(nn.Module):
             weights = None if loss_mask is None else loss_mask.t()
             targets = Targets(labels.t(), weights, trains_words=not options.detaches, most_likely=drafts)
             losses.append(self._loss(hidden_states, targets)[0])
-            # The model chooses the same token as many positions later.
-            words = words[1:]
+            # The model predicts the same token one position later than at the depth before.
+            most_likely = shift_tokens(most_likely)
             counted = (labels != IGNORED).double() if loss_mask is None else loss_mask.double()
-            confirmed = ((drafts[: len(words)] == words) * counted.t()[: len(words)]).sum()
+            confirmed = ((drafts.t() == most_likely) * counted).sum()
             of_depth = dict(zip(names_of_depth(depth), (losses[-1], confirmed), strict=True))
             all_stats = all_stats.plus(stats).plus(PassStats(of_depth)).detached()
         return torch.stack(losses), all_stats

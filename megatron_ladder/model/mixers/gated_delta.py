@@ -48,7 +48,7 @@ from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import SequenceContext
 
 _LENGTH_EPSILON = 1e-6
-"""Summand of the squared length of queries and keys."""
+"""Added to the squared length of queries and keys."""
 
 
 class DeltaInputs(NamedTuple):
